@@ -6,14 +6,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
+from tests.service.surfaces import plain
+from tests.service.world import World
 from tests.tuning.studies import tuner, write
 from tests.tuning.test_compare import CALM, NOISE, store_of
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, MovedDefault, UpgradeFinding, Word
+from tuner.conclusions import (
+    Arm,
+    Conclusion,
+    Difference,
+    Judgement,
+    LostKnob,
+    MovedDefault,
+    UpgradeFinding,
+    Word,
+)
 from tuner.records import Candidate, EngineFacts
 from tuner.report.board import board_of
 from tuner.tuning.comparison import ArmConfiguration
-from tuner.tuning.upgrade import finding_of, fitted
+from tuner.tuning.upgrade import finding_of, fitted, without_renamed
 
 RELEASES = {
     "same": "version: 0.33.0\n",
@@ -30,6 +42,7 @@ def checked(folder: Path, release: str) -> tuple[UpgradeFinding, Conclusion]:
     words = ("upgrade-check", "study.yaml", "--to", "new.yaml", "--alias", "today", "--json")
     done = tuner(folder / "home", *words, cwd=folder, more=NOISE)
     assert done.returncode == 0, done.stderr
+    assert "(engine defaults)" not in done.stderr, "every arm has at most 64 sequences"
     found = json.loads(done.stdout)
     assert set(found) == {"run", "conclusion"}
     store = store_of(folder)
@@ -89,6 +102,39 @@ def test_a_renamed_flag_is_told_with_its_successor_and_used(tmp_path: Path) -> N
     argv = [each.argv for each in store.launches(said.study_id)]
     assert any("--max-running-seqs" in words for words in argv)
     assert all("--max-num-seqs" in words or "--max-running-seqs" in words for words in argv)
+    assert_ran_with(tmp_path, said, "--max-running-seqs")
+
+
+def assert_ran_with(folder: Path, said: Conclusion, flag: str) -> None:
+    """Every surface with a configuration shows what the new version was really given."""
+    home, ref = folder / "home", said.study_id
+    texts: dict[object, str] = {
+        words: tuner(home, *words).stdout
+        for words in (
+            ("front", ref),
+            ("study", "show", ref),
+            ("trial", "show", ref, 1),
+            ("report", ref, "-o", "-"),
+            ("report", ref, "--format", "md", "-o", "-"),
+        )
+    }
+    world = World(home)
+    client = TestClient(world.app, base_url="http://localhost")
+    pages = (f"/studies/{ref}/trials/1", f"/studies/{ref}/trials", f"/compare?study={ref}&trial=0&trial=1")
+    texts |= {page: client.get(page).text for page in pages}
+    world.store.close()
+    for words, text in texts.items():
+        told = plain(text)
+        assert re.search(rf"{flag}\W+64\b", told), (words, told)
+        assert "(engine defaults)" not in told, words
+
+
+def test_a_flag_of_another_name_is_no_change_where_the_engine_does_not_report_it() -> None:
+    renamed = LostKnob(name="max_num_seqs", value=64, successor="--max-running-seqs", why="it is renamed")
+    gone = LostKnob(name="watermark", value=0.1, successor=None, why="it is gone")
+    differs = {"max_num_seqs": (64, None), "watermark": (0.1, None)}
+    arm = without_renamed(Arm(trial=1, candidate=Candidate(), changed=differs), (renamed, gone))
+    assert arm.changed == {"watermark": (0.1, None)}
 
 
 def test_the_old_history_is_not_touched_and_one_engine_is_no_upgrade(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def show(store: "Store", study: "Study") -> None:
     heads = ["trial", "<role", *(head for n in names for head in (f"{n} first", "confirmed", "change"))]
     table = [
         [row.trial.label, "" if row.kind == "front" else row.kind, *_cells(row, names),
-         knobs(row.trial.candidate)]
+         knobs(found.configuration(row.trial))]
         for row in found.beside()
     ]  # fmt: skip
     title = f"front of {study.name} ({study.id[:12]}), by first measurements"

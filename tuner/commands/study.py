@@ -65,8 +65,8 @@ def show_study(study: StudyRef, as_json: Json = False) -> None:
         beside = shown.row(trial)
         values = [(beside.first(n), beside.confirmed(n)) if again else (beside.first(n),) for n in names]
         cells = [cell for pair in values for cell in pair]
-        return [trial.label, trial_word(trial, stopped), trial.origin, *cells, knobs(trial.candidate),
-                trial.reason or ""]  # fmt: skip
+        return [trial.label, trial_word(trial, stopped), trial.origin, *cells,
+                knobs(shown.configuration(trial)), trial.reason or ""]  # fmt: skip
 
     measured = [head for n in names for head in ((f"{n} first", "confirmed") if again else (n,))]
     heads = ["trial", "<state", "<origin", *measured, "<configuration", "<reason"]
@@ -138,7 +138,7 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
     """Show a trial's configuration, measurements and end."""
     from tuner.report.board import measured_at
     from tuner.report.evidence import log_path, to_screen
-    from tuner.report.words import CONTINUES, TOGETHER, pass_name, trial_word
+    from tuner.report.words import CONTINUES, TOGETHER, configuration, pass_name, trial_word
     from tuner.settings import under_home
 
     trial, store = find_trial(study, number, attempt), open_store()
@@ -146,12 +146,13 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
         print_json(as_data(trial, store.stopped_runs(now=now())))
         return
     word = trial_word(trial, store.stopped_runs(now=now()))
-    typer.echo(f"trial {trial.label} {word} ({trial.origin}): {knobs(trial.candidate)}")
+    study_of, launches = store.study(trial.study_id), store.launches(trial.study_id)
+    asked = configuration(trial, study_of, store.trials(study_of.id))
+    typer.echo(f"trial {trial.label} {word} ({trial.origin}): {knobs(asked)}")
     if word == "interrupted":
         typer.echo(f"its run was stopped; {CONTINUES}")
     if trial.reason:
         typer.echo(why(trial))
-    study_of, launches = store.study(trial.study_id), store.launches(trial.study_id)
     if larger := to_screen(trial, launches):
         typer.echo(larger)
     where = under_home(trial.directory) if trial.directory else log_path(trial, launches).parent

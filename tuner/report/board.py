@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -17,6 +17,7 @@ from tuner.history.store import Store
 from tuner.measures import many, measure_of, trials_named
 from tuner.records import (
     JSON,
+    Candidate,
     Launch,
     Measurement,
     Study,
@@ -28,7 +29,7 @@ from tuner.records import (
 )
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
-from tuner.report.words import PASSES, knobs, measured, pass_name, published
+from tuner.report.words import PASSES, configuration, knobs, measured, pass_name, published
 from tuner.search import trial_view
 
 SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
@@ -99,6 +100,10 @@ class Board:
             "conclusion": None if said is None else said.to_json(),
             "confirmation": None if confirmed is None else confirmed.to_json(),
         }
+
+    def configuration(self, trial: Trial) -> Candidate:
+        """What a trial's engine was asked for."""
+        return configuration(trial, self.study, self.trials)
 
     @property
     def published(self) -> str:
@@ -276,7 +281,7 @@ class Board:
                 continue
             kind = self.kind(trial)
             whole = kind in ("baseline", "winner") or (kind == "front" and not crowd)
-            label = self._words(trial, kind, numbers) if whole else _short(trial, x, y)
+            label = self._words(trial, kind, self.columns) if whole else self._words(trial, "", (x, y))
             found.append(
                 Point(
                     x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial),
@@ -302,16 +307,10 @@ class Board:
                 noise.append((numbers[x], numbers[y], wide or 0.0, high or 0.0))
         return Guides(x_limit=limits[0], y_limit=limits[1], noise=noise)
 
-    def _words(self, trial: Trial, kind: str, numbers: Mapping[str, float]) -> str:
-        name = {"baseline": " (baseline)", "winner": " (winner)"}.get(kind, "")
-        told = [f"{n} {measured(n, numbers[n])}" for n in self.columns if n in numbers]
-        return "\n".join([f"trial {trial.label}{name}: {knobs(trial.candidate)}", *told])
-
-
-def _short(trial: Trial, x: str, y: str) -> str:
-    numbers = values(trial)
-    told = "\n".join(f"{name} {measured(name, numbers[name])}" for name in (x, y))
-    return f"trial {trial.label}: {knobs(trial.candidate)}\n{told}"
+    def _words(self, trial: Trial, kind: str, names: Iterable[str]) -> str:
+        name, numbers = {"baseline": " (baseline)", "winner": " (winner)"}.get(kind, ""), values(trial)
+        told = [f"{n} {measured(n, numbers[n])}" for n in names if n in numbers]
+        return "\n".join([f"trial {trial.label}{name}: {knobs(self.configuration(trial))}", *told])
 
 
 def values(trial: Trial | None) -> Mapping[str, float]:

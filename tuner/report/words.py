@@ -9,6 +9,8 @@ from tuner.history.entities import RunBest
 from tuner.measures import is_maximized, many, measure_of
 from tuner.measures import number as number
 from tuner.records import (
+    JSON,
+    Candidate,
     Measurement,
     Node,
     Run,
@@ -16,6 +18,7 @@ from tuner.records import (
     Study,
     Trial,
     TrialState,
+    Value,
     last_attempts,
     of_attribution,
 )
@@ -46,6 +49,31 @@ def measured(name: str, value: object) -> str:
 def knobs(candidate: Mapping[str, object]) -> str:
     """A candidate on one line, as the command line writes it."""
     return " ".join(f"{name}={value}" for name, value in candidate.items()) or "(engine defaults)"
+
+
+def configuration(trial: Trial, study: Study, trials: Iterable[Trial]) -> Candidate:
+    """What a trial's engine was asked for: its knobs and, in a comparison, the arguments that not every arm
+    has, such as a flag that another version calls otherwise. `trials` are the study's.
+    """
+    arms = study.spec.get("arms")
+    if not study.compares or not isinstance(arms, list):
+        return trial.candidate
+    given = [_given(arm.get("fixed")) for arm in arms if isinstance(arm, dict)]
+    place = trial.number - min((t.number for t in trials if t.run_id == trial.run_id), default=trial.number)
+    own = given[min(place, len(given) - 1)]  # old defaults run on the last arm's engine
+    differs = {flag: value for flag, value in own.items() if any(each.get(flag) != value for each in given)}
+    return Candidate({**trial.candidate, **differs})
+
+
+def _given(fixed: JSON) -> dict[str, Value]:
+    """The arguments of an engine by flag; of one without a value: True."""
+    found: dict[str, list[str]] = {}
+    for word in map(str, fixed if isinstance(fixed, list) else ()):
+        if word.startswith("--"):
+            found[word] = []
+        elif found:
+            found[next(reversed(found))].append(word)
+    return {flag: " ".join(values) or True for flag, values in found.items()}
 
 
 def saving(found: Saving) -> str:

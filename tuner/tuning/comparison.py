@@ -20,7 +20,7 @@ from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.baseline import from_arguments
 from tuner.measures import many
 from tuner.records import JSON, Candidate, Profile, ProfileKey, Run, Trial, TrialState, digest_of
-from tuner.report.words import difference
+from tuner.report.words import configuration, difference
 from tuner.simulator.options import read_release
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.concluding import (
@@ -372,7 +372,8 @@ class Comparing(Execution):
                 number=number, attempt=len(earlier), seed=0, origin=ARM if place else "baseline",
                 now=self._context.clock(), directory=None,
             )  # fmt: skip
-            self._tell("started", arm.name, trial)
+            asked = configuration(trial, self._context.prepared.study, self._trials())
+            self._tell("started", arm.name, replace(trial, candidate=asked))
             how = MeasureOptions(folder=folder_of(self._label, 1, trial.attempt))
             try:
                 done = await perform(context, trial, earlier, how)

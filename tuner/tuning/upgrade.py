@@ -215,6 +215,9 @@ class Upgrading(Comparing):
         left = {trial for trial, metric in unsure if metric in worse or new.dropped is not None}
         return {arm.trial for arm in pinned if arm.trial in left}
 
+    def _named(self, arm: Arm) -> Arm:
+        return without_renamed(super()._named(arm), self._finding.lost)
+
     def conclusion(self, why: str | None) -> Conclusion | None:
         """The comparison's, with the advice in its sentence."""
         said = super().conclusion(why)
@@ -227,6 +230,13 @@ class Upgrading(Comparing):
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """What every comparison's summary has, and the finding."""
         return {**super().summary(said), "upgrade": self._finding.to_json()}
+
+
+def without_renamed(arm: Arm, lost: Sequence[LostKnob]) -> Arm:
+    """An arm that does not differ in a knob that it only sets under another name."""
+    same = {knob.name for knob in lost if knob.successor is not None}
+    differs = {name: pair for name, pair in arm.changed.items() if name not in same or pair[1] is not None}
+    return replace(arm, changed=differs)
 
 
 def worse_of(arm: Arm) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class Bench:
                     t.label,
                     t.state.value,
                     t.origin,
-                    words.knobs(t.candidate),
+                    words.knobs(self.board.configuration(t)),
                     t.cause or "",
                     t.reason or "",
                 )

@@ -134,7 +134,7 @@ def _of_trial(
         study=study,
         engine=(arm.engine if arm else None) or study.engine_version,
         trial=trial,
-        candidate=profile.candidate if profile else trial.candidate,
+        candidate=profile.candidate if profile else board.configuration(trial),
         values=trial.measurement.values if trial.measurement else {},
         confirmed={**share, **arm.confirmed} if arm else {},
         outcome=_outcome(said, arm, number) if said and arm else "",
