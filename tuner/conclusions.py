@@ -353,8 +353,8 @@ class Attribution(JsonRecord):
 
 
 Fault = Literal["code", "default", "both", "none", "start", "open"]
-"""Why a new version is slower: its code, a default that moved, some of both; it is not; it does not start or
-serve; or that is open."""
+"""Why a new version is slower: its code, a default that changed, some of both; it is not; it does not start
+or serve; or that is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

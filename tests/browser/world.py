@@ -307,8 +307,8 @@ def an_upgrade_check(store: Store, folder: Path, at: datetime = NOW) -> Study:
     rows = tuple(row for row in said.finalists[0].changes if row.where == "confirm")
     new = replace(said.finalists[0], name="new version", engine="0.33.0", changed={}, changes=rows)
     told = (
-        "Advice: stay. 0.33.0 is worse than 0.32.0 in tpot_p95_ms. The code is the cause: no default that"
-        " this configuration uses moved."
+        "Advice: stay. 0.33.0 is worse than 0.32.0 in tpot_p95_ms. The code is the cause: this"
+        " configuration uses no default that has changed."
     )
     said = replace(
         said, outcome=Judgement.BASELINE_STAYS, winner=None, baseline=old, finalists=(new,), saving=None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from tuner import errors
@@ -47,6 +48,14 @@ def test_h_is_help_everywhere_and_nothing_is_cut(path: tuple[str, ...]) -> None:
         summary = below.get_short_help_str(1000)
         assert summary.endswith("."), summary
         assert re.search(rf"^  {name} +{re.escape(summary)}$", said, re.MULTILINE), f"{name}: {summary}"
+
+
+def test_every_option_that_may_be_repeated_says_so_in_the_same_words() -> None:
+    for path, command in LEAVES.items():
+        for each in command.params:
+            if isinstance(each, TyperOption):
+                last = (each.help or "").endswith(" May be repeated.")
+                assert last == (each.multiple and not each.hidden), (path, each.name, each.help)
 
 
 def test_the_help_shows_the_commands_by_group() -> None:

@@ -270,11 +270,6 @@ def print_windows(rows: Iterable[Mapping[str, object]], title: str | None = None
     print_table(heads, (list(row.values()) for row in rows), title=title)
 
 
-def knobs(candidate: Mapping[str, object]) -> str:
-    """A candidate on one line."""
-    return " ".join(f"{name}={value}" for name, value in candidate.items()) or "(engine defaults)"
-
-
 def say(sentence: str) -> None:
     """A line for people, on standard error, so that standard output stays clean."""
     typer.echo(sentence, err=True)

@@ -39,7 +39,7 @@ class ComparisonOptions:
         typer.Option(
             metavar="worse:SHARE|open",
             help="With `worse:5%`, the exit code is 22 if an arm is over 5 % worse than the first arm, or"
-            " does not serve. With `open`, it is 23 if a difference is still open. Repeatable.",
+            " does not serve. With `open`, it is 23 if a difference is still open. May be repeated.",
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print commands; launch nothing.")] = False

@@ -10,7 +10,6 @@ import typer
 from tuner.commands.common import (
     Json,
     StudyRef,
-    knobs,
     model_name,
     now,
     open_store,
@@ -77,7 +76,7 @@ def show(store: "Store", study: "Study") -> None:
     from tuner.commands import common
     from tuner.report.board import board_of
     from tuner.report.card import key_of, run_lines
-    from tuner.report.words import unended
+    from tuner.report.words import knobs, unended
 
     found = board_of(store, study)
     if going := unended(next(iter(store.runs(study.id, limit=1)), None), store.stopped_runs(now=now())):
@@ -303,7 +302,7 @@ def _models(store: "Store", asked: dict[str, str | None]) -> list[str]:
 
 
 def _row(best: "RunBest", stopped: frozenset[str]) -> list[object]:
-    from tuner.report.words import CONTINUES, STOPPED, change, outcome_of
+    from tuner.report.words import CONTINUES, STOPPED, change, knobs, outcome_of
 
     outcome = outcome_of(best, stopped)
     told = f"{outcome}; {CONTINUES}" if outcome == STOPPED else outcome

@@ -68,19 +68,20 @@ def add(
     ] = None,
     card: Annotated[str | None, typer.Option(help="Make it a simulated node with this card.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that HTTP requests may use on this node (repeatable).")
+        list[str] | None,
+        typer.Option(help="A model that HTTP requests may use on this node. May be repeated."),
     ] = None,
     label: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label (repeatable).")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label. May be repeated.")
     ] = None,
     systemd: Annotated[
-        list[str] | None, typer.Option(metavar="UNIT", help="A systemd unit of production (repeatable).")
+        list[str] | None, typer.Option(metavar="UNIT", help="A systemd unit of production. May be repeated.")
     ] = None,
     kubectl: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAMESPACE/deployment/NAME",
-            help="Production is this workload; it is scaled to 0 and back (repeatable).",
+            help="Production is this workload; it is scaled to 0 and back. May be repeated.",
         ),
     ] = None,
     drain: Annotated[str | None, typer.Option(help="The command that stops production.")] = None,

@@ -12,7 +12,6 @@ import typer
 
 from tuner.commands.common import (
     Json,
-    knobs,
     now,
     print_json,
     print_table,
@@ -434,7 +433,7 @@ def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
 
 def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     from tuner.report.card import card, lines
-    from tuner.report.words import heading
+    from tuner.report.words import heading, knobs
 
     say(f"SIMULATED on {found.card}: nothing was launched, stored or published; {found.basis}")
     if found.left_out:
@@ -453,7 +452,7 @@ def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
 
 
 def _show(found: "Forecast") -> None:
-    from tuner.report.words import heading
+    from tuner.report.words import heading, knobs
 
     names = found.objectives
     say(found.basis)

@@ -9,7 +9,6 @@ import typer
 
 from tuner.commands.common import (
     Json,
-    knobs,
     model_name,
     now,
     open_store,
@@ -57,6 +56,8 @@ def list_profiles(
     as_json: Json = False,
 ) -> None:
     """List profile versions and their aliases, the newest first."""
+    from tuner.report.words import knobs
+
     store = open_store()
     profiles, aliases = store.profiles(model=model), store.aliases()
     rows = []
@@ -96,6 +97,7 @@ def list_profiles(
 def show(profile: Annotated[int, typer.Argument(help=ID)], as_json: Json = False) -> None:
     """Show a version, its evidence and the moves of its aliases."""
     from tuner.profiles import registry
+    from tuner.report.words import knobs
 
     store = open_store()
     found = store.profile(profile)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tuner.commands.common import escaped, knobs, say, text, wrapped
+from tuner.commands.common import escaped, say, text, wrapped
 from tuner.errors import Unavailable, page_of
 from tuner.records import Trial
-from tuner.report.words import seconds, time_left
+from tuner.report.words import knobs, seconds, time_left
 from tuner.tuning.context import SEARCH, RunEvent, Tell
 from tuner.tuning.now import Pace
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, StudyRef, knobs, now, open_store, print_json, say, write_file
+from tuner.commands.common import Json, StudyRef, now, open_store, print_json, say, write_file
 from tuner.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def explain(
     certain; otherwise a launch decides. Knobs that give nothing are left out of the profile.
     """
     from tuner.report.explain import lines
+    from tuner.report.words import knobs
 
     store = open_store()
     found = store.profile(profile)

@@ -57,7 +57,7 @@ def add(
     blackout: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="DATE[/DATE]", help="Do not start a window that touches these dates (repeatable)."
+            metavar="DATE[/DATE]", help="Do not start a window that touches these dates. May be repeated."
         ),
     ] = None,
     min_trials: Annotated[

@@ -145,7 +145,7 @@ def create_token(
     name: Annotated[str, typer.Option(help="A name that says what the token is for. The audit shows it.")],
     scope: Annotated[
         list[str],
-        typer.Option(help="read, run, promote or admin. May be repeated. run and promote include read."),
+        typer.Option(help="read, run, promote or admin. run and promote include read. May be repeated."),
     ],
     days: Annotated[
         int | None, typer.Option(min=1, max=3650, help=f"Days until it expires. Default: {DAYS}.")

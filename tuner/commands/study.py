@@ -8,7 +8,6 @@ import typer
 from tuner.commands.common import (
     Json,
     StudyRef,
-    knobs,
     now,
     open_store,
     plain,
@@ -40,7 +39,7 @@ def show_study(study: StudyRef, as_json: Json = False) -> None:
     """Show a study and its trials."""
     from tuner.commands.front import find_study, say_last_confirmed
     from tuner.report.board import board_of
-    from tuner.report.words import headline, trial_word, unended
+    from tuner.report.words import headline, knobs, trial_word, unended
 
     store = open_store()
     found = find_study(store, study)
@@ -138,7 +137,7 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
     """Show a trial's configuration, measurements and end."""
     from tuner.report.board import measured_at
     from tuner.report.evidence import log_path, to_screen
-    from tuner.report.words import CONTINUES, TOGETHER, configuration, pass_name, trial_word
+    from tuner.report.words import CONTINUES, TOGETHER, configuration, knobs, pass_name, trial_word
     from tuner.settings import under_home
 
     trial, store = find_trial(study, number, attempt), open_store()

@@ -67,7 +67,8 @@ Cluster = Annotated[
 Nodes = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY=VALUE", help="Only these nodes of the cluster: gpu=, name=, class=, host=, or a label."
+        metavar="KEY=VALUE",
+        help="Only these nodes of the cluster: gpu=, name=, class=, host=, or a label. May be repeated.",
     ),
 ]
 Isolated = Annotated[
@@ -113,9 +114,10 @@ def tune(
         hours=hours, alone=on is None and bool(nodes or isolated), idle=confirm_only and trials is not None
     )
     budget = studies.read(study).budget
+    whole = hours or budget.hours
     limits = RunLimits(
         trials=None if confirm_only else trials or budget.trials,
-        deadline=deadline(hours or budget.hours, until),
+        deadline=None if on is None and run is None else deadline(whole, until),
         early=not all_trials,
         run=run,
         confirm_only=confirm_only,
@@ -132,14 +134,13 @@ def tune(
     if confirm_only:
         check_finalists(prepared)
     if dry_run:
-        left = hours_left(store_if_any(), prepared.study.id, hours or budget.hours, now())
-        window = window_s(left, until)
+        window = window_s(hours_left(store_if_any(), prepared.study.id, whole, now()), until)
         print_plan(prepared, limits.trials, as_json=as_json, confirm_only=confirm_only, window_s=window)
         return
     say_unjudged(prepared)
     store = open_store(create=True)
     if run is None:  # the service gives what is left of its own deadline
-        left = hours_left(store, prepared.study.id, hours or budget.hours, now())
+        left = hours_left(store, prepared.study.id, whole, now())
         limits = replace(limits, deadline=deadline(left, until))
     done = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
     conclude(store, prepared, done, as_json=as_json)

@@ -170,7 +170,7 @@ def moved_defaults(old: Prepared, new: Prepared, before: Trial, after: Trial) ->
 
 class Upgrading(Comparing):
     """The run of an upgrade check: the old version, the new one, and the new one with every default pinned
-    that moved. The new version is settled once anything is clearly worse; the pinned arms matter only then.
+    that changed. The new version is settled once anything is clearly worse; the pinned arms matter only then.
     """
 
     decided = "another round cannot change the advice"
@@ -285,7 +285,7 @@ def _left_out(finding: UpgradeFinding) -> bool:
 
 
 def _judged(finding: UpgradeFinding, undone: Mapping[tuple[str, ...], bool]) -> tuple[MovedDefault, ...]:
-    """The defaults that moved, each with whether its old value alone undoes what is worse."""
+    """The defaults that changed, each with whether its old value alone undoes what is worse."""
     single = {names[0]: found for names, found in undone.items() if len(names) == 1}
     return tuple(replace(m, guilty=single.get(m.name)) for m in finding.moved)
 
