@@ -172,10 +172,7 @@ def import_trace(
         told = {key: trace.meta[key] for key in ("unit", "unit_known_by") if key in trace.meta}
         print_json({"name": chosen, "digest": trace.digest, "path": path, "requests": len(trace), **told})
         return
-    typer.echo(
-        f"{chosen}: {many(len(trace), 'request')} over {trace.duration_s:.0f} s, digest"
-        f" {trace.digest[:12]}, {path}"
-    )
+    typer.echo(f"{_in_short(chosen, trace)}, {path}")
     if "unit" in trace.meta:
         typer.echo(f"times: read as {trace.meta['unit']} ({trace.meta['unit_known_by']})")
     quality = trace.meta.get("quality")
@@ -195,6 +192,10 @@ def _fetched(source: str) -> Iterator[Path]:
         file = Path(directory) / "litellm.jsonl"
         say(f"read {many(litellm.export(source, file), 'row')}")
         yield file
+
+
+def _in_short(name: str, trace: "Trace") -> str:
+    return f"{name}: {many(len(trace), 'request')} over {trace.duration_s:.0f} s, digest {trace.digest[:12]}"
 
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:
@@ -403,9 +404,7 @@ def reshape(
         found = structure.scaled(found, speed)
     name = output.name.split(".")[0]
     _keep(found, output, name)
-    typer.echo(
-        f"{name}: {many(len(found), 'request')} over {found.duration_s:.0f} s, digest {found.digest[:12]}"
-    )
+    typer.echo(_in_short(name, found))
 
 
 @app.command("diff")
