@@ -1,6 +1,7 @@
 """What a cluster's nodes are given to do, without a cluster: choice, the worker, and what siblings share."""
 
 import asyncio
+import os
 import pickle
 import socket
 import subprocess
@@ -354,6 +355,27 @@ def test_a_cluster_where_nobody_listens_is_told_at_once(scheme: str) -> None:
         address = f"{scheme}127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(Unavailable, match="no Ray cluster answers at"):
             connect(address)
+
+
+SLOW_RAY = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); whole = True"
+ASKS = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+from tuner.fleet.dispatch_ray import connect
+try:
+    connect("auto")
+except KeyboardInterrupt:
+    print(sys.modules["ray"].whole)
+"""
+
+
+def test_a_signal_does_not_cut_the_import_of_ray_in_the_middle(tmp_path: Path) -> None:
+    """The exit handler of a Ray that is half imported fails with a traceback."""
+    (tmp_path / "ray.py").write_text(SLOW_RAY)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    words = [sys.executable, "-c", ASKS]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_parts_that_are_cancelled_write_their_ends_before_the_whole_returns() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tuner import __version__
 from tuner.errors import Aborted, BadInput, Conflict, Unavailable
+from tuner.fleet.handover import Deferred
 from tuner.fleet.node_worker import Done, NodeAnswer, NodeWorker
 from tuner.measures import many
 from tuner.records import LaunchSpec, Measurement
@@ -67,7 +68,8 @@ def connect(address: str) -> None:
     if address != "auto":
         _knock(address)
     try:
-        ray = _ray()
+        with Deferred():  # an import that is cut in the middle leaves a Ray whose exit handler fails
+            ray = _ray()
     except ImportError:
         raise BadInput("--on needs Ray: pip install 'vllm-config-tuner[cluster]'") from None
     try:
