@@ -20,7 +20,7 @@ def test_I27_7_the_overview_answers_for_each_node(site: Site) -> None:
     card = site.one(".answer")
     for said in ("better in some objectives", "−80 %", "Confidence", "medium", "max_num_seqs"):
         assert said in card.text
-    assert "tuner profile resolve" in card.find_element("css selector", "code.copy").text
+    assert "tuner profile export" in card.find_element("css selector", "code.copy").text
     assert [a.text for a in site.all(".answer a[download]")] == ["download"]
     assert "Copy" in [b.text for b in site.all(".answer button")]
     assert "Nothing was tuned on this node yet." in site.text(), "a node without a run says what to do"

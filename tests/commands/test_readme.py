@@ -75,7 +75,7 @@ def test_the_demo_says_what_it_is_and_how_to_pull(demo: Path) -> None:
     assert "DEMONSTRATION on a simulated engine" in said
     assert "baseline" in said
     assert (demo / "report.html").read_text().startswith("<!doctype html>")
-    pull = next((line.strip() for line in said.splitlines() if "profile resolve" in line), None)
+    pull = next((line.strip() for line in said.splitlines() if "profile export" in line), None)
     assert pull is not None, said
     _, _, words = pull.partition("tuner profile ")
     done = shell(f"tuner profile {words}", demo, demo)

@@ -27,8 +27,8 @@ from tuner.conclusions import PublishedProfile
 from tuner.engine.http import fresh_port
 from tuner.errors import BadInput
 from tuner.history.store import Store
+from tuner.profiles.registry import key_of
 from tuner.records import Candidate, RunState, Trial, TrialState, Violation
-from tuner.report.card import key_of
 from tuner.report.optuna_study import export
 
 
@@ -151,7 +151,7 @@ def test_a_report_pulls_only_what_its_run_published(home: Path, aliases: tuple[s
     for format in ("md", "html"):
         told = call(home, "report", a_study().name, "-o", "-", "--format", format).output
         use = told.partition("Use and repeat")[2]
-        assert re.findall(r"profile resolve .*--alias (\w+)", use) == list(aliases[:1])
+        assert re.findall(r"profile export (\d+)", use) == [str(made.id) for made in profiles.values()][:1]
     store.close()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def published(store: Store, number: int, *, study: Study | None = None, confirmed: bool = True) -> Profile:
+def published(
+    store: Store, number: int, *, study: Study | None = None, confirmed: bool = True, now: datetime = NOW
+) -> Profile:
     study = study or a_study()
     run = a_run(store, study)
     trial = finished(store, start(store, run, number), a_measurement())
@@ -50,7 +52,7 @@ def published(store: Store, number: int, *, study: Study | None = None, confirme
         argv=("--max-num-seqs", str(64 + number)),
         env={},
         evidence={"confirmed": confirmed, "slo_met": True},
-        now=NOW,
+        now=now,
     )
 
 
@@ -127,6 +129,17 @@ def test_an_alias_moves_no_earlier_than_what_it_follows(store: Store) -> None:
         event = registry.promote(store, each, actor="me", reason="night", now=before)
         assert event.at == each.created_at == NOW
     assert registry.rollback(store, first.key, actor="me", reason="worse", now=before).at == NOW
+
+
+def test_the_moves_of_an_alias_are_told_in_their_order(store: Store) -> None:
+    """An older version is promoted after one that a virtual clock made later than the host's time."""
+    old, late = published(store, 1), published(store, 2, now=NOW + timedelta(hours=1))
+    for each in (late, old):
+        registry.promote(store, each, actor="me", reason="", now=NOW)
+    registry.rollback(store, old.key, actor="me", reason="worse", now=NOW)
+    store.freeze_alias(old.key, "champion", True, actor="me", reason="release", now=NOW)
+    at = [event.at for event in store.alias_events(old.key, alias="champion")]
+    assert at == [late.created_at] * 4
 
 
 def test_a_frozen_alias_does_not_move(store: Store) -> None:

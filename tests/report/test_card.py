@@ -8,12 +8,10 @@ import pytest
 from tests.report.test_report import NOW, RUN, data, said
 from tuner.conclusions import Attribution, Difference, Judgement, KnobGain, Noise, PublishedProfile, RunCost
 from tuner.measures import many
-from tuner.records import ProfileKey, RunState
+from tuner.records import RunState
 from tuner.report.card import card, card_of_run, confidence_of, lines, run_lines
 from tuner.report.document import markdown, render
 from tuner.report.words import cost, headline
-
-KEY = ProfileKey(model="m/7b", target="local", workload="chat")
 
 
 def won(**changes: object):  # type: ignore[no-untyped-def]
@@ -45,7 +43,7 @@ def test_a_value_that_the_engine_cut_stands_beside_the_one_that_was_asked_for() 
         won().finalists[0], candidate={"max_cudagraph_capture_size": 2048, "block_size": 32},
         changed={"max_cudagraph_capture_size": (48, 512), "block_size": (16, 32)},
     )  # fmt: skip
-    told = "\n".join(lines(card(won(finalists=(arm,)), KEY)))
+    told = "\n".join(lines(card(won(finalists=(arm,)))))
     assert "max_cudagraph_capture_size 48 → 512 (asked for 2048), block_size 16 → 32" in told
     page = render(data(won(finalists=(arm,))))
     assert "(asked for 2048)" in page
@@ -55,19 +53,19 @@ def test_the_card_of_a_profile_that_leaves_knobs_out_shows_the_winner_and_says_s
     found = attributed(gain(kept=False), reduced=7, published=True)
     made = PublishedProfile(id=4, version=2)
     for shown in (
-        card(won(), KEY, trial=7, profile=made, attribution=found),
-        card(won(), KEY, attribution=found),
+        card(won(), trial=7, profile=made, attribution=found),
+        card(won(), attribution=found),
     ):
-        assert shown.rows == card(won(), KEY).rows
+        assert shown.rows == card(won()).rows
         assert shown.title == "Trial 1 is better than today's configuration"
         assert shown.slo_met
         told = "\n".join(lines(shown))
         assert "changed: max_num_seqs not set → 8 (nothing, left out)" in told
         assert "The published profile is trial 7: it leaves out the knobs that give nothing." in told
     assert "1.5 GPU-hours of attribution" in "\n".join(
-        lines(card(won(cost=RunCost(gpus=1)), KEY, attribution=replace(found, seconds=5400.0)))
+        lines(card(won(cost=RunCost(gpus=1)), attribution=replace(found, seconds=5400.0)))
     )
-    other = card(won(), KEY, trial=7, attribution=attributed(gain(), reduced=7))
+    other = card(won(), trial=7, attribution=attributed(gain(), reduced=7))
     assert not other.rows
     assert not other.left_out
 
@@ -76,12 +74,12 @@ def test_the_card_shows_the_gain_for_which_a_knob_was_kept() -> None:
     row = said().finalists[0].changes[0]
     lost = replace(row, metric="ttft_p95_ms", change=0.24, low=0.14, high=0.34, word="worse")
     won_ = replace(row, metric="tpot_p95_ms", change=-0.13, low=-0.17, high=-0.09, word="better")
-    found = card(won(), KEY, attribution=attributed(gain(gains=(lost, won_), how="predicted")))
+    found = card(won(), attribution=attributed(gain(gains=(lost, won_), how="predicted")))
     assert found.changed[0].gave == "tpot_p95_ms −13 % (−17 … −9, better), predicted"
 
 
 def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
-    found = card(won(), KEY, attribution=attributed(gain(why="about two thirds of it")))
+    found = card(won(), attribution=attributed(gain(why="about two thirds of it")))
     assert (found.title, found.tone) == ("Trial 1 is better than today's configuration", "better")
     row = found.rows[0]
     assert (row.before, row.after, row.word) == (410.0, 102.5, "better")
@@ -94,15 +92,12 @@ def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
     assert found.confidence == "medium"
     assert "nothing is clearly better" in found.because
     assert found.changed[0].gave == "about two thirds of it"
-    assert found.pull == (
-        "tuner profile resolve --model m/7b --node local --workload chat --alias challenger"
-        " --format vllm-yaml"
-    )
+    assert found.pull == "tuner profile export 4 --format vllm-yaml", "not whatever an alias names later"
     told = "\n".join(lines(found, "bin/tuner"))
     for part in (
         "p95 of the time to the first token (ttft_p95_ms): 410 → 102.5 ms, −75 % (−80 … −70, better)",
         "keeps the SLO: yes", "confidence: medium", "max_num_seqs not set → 8 (about two thirds of it)",
-        "pull the winner: bin/tuner profile resolve", "GPU-hours",
+        "pull the winner: bin/tuner profile export 4", "GPU-hours",
     ):  # fmt: skip
         assert part in told
 
@@ -141,7 +136,7 @@ OUTCOMES = [
 def test_I27_1_every_outcome_has_a_title(
     outcome: Judgement, changes: dict[str, object], title: str, tone: str
 ) -> None:
-    found = card(won(outcome=outcome, **changes), KEY)
+    found = card(won(outcome=outcome, **changes))
     assert (found.title, found.tone) == (title, tone)
     assert bool(found.pull) == (found.profile is not None)
     assert headline(won(outcome=outcome, **changes)) == next(iter(lines(found)))
@@ -180,7 +175,7 @@ def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None
         winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}, repeats=0,
         cost=RunCost(), baseline=replace(won().baseline, confirmed={}, misses_slo_by=None),
     )  # fmt: skip
-    found = card(unconfirmed, KEY)
+    found = card(unconfirmed)
     assert found.first_only
     assert [row.metric for row in found.rows] == ["ttft_p95_ms", "goodput_rps"], "as the catalogue has them"
     assert (found.rows[0].after, found.rows[0].change, found.rows[0].bar) == (100.0, None, None)
@@ -192,7 +187,7 @@ def test_I27_1_an_interval_without_an_end_reaches_the_edge() -> None:
         metric="ttft_p95_ms", before=1.0, after=1.1, change=0.1, low=-0.9, high=None, word="open", repeats=1
     )
     arm = replace(won().finalists[0], changes=(endless,))
-    row = card(won(finalists=(arm,)), KEY).rows[0]
+    row = card(won(finalists=(arm,))).rows[0]
     assert row.bar is not None
     assert row.bar[2] == 100.0
     assert row.bar[0] < 0 < row.bar[1]
@@ -203,7 +198,7 @@ def test_I27_1_a_comparison_has_a_card_for_each_arm_below_its_sentence() -> None
     arm = replace(won().finalists[0], name="new", engine="0.33.0", changed={})
     gone = replace(arm, name="newest", trial=9, dropped="it does not start", changes=())
     found = won(baseline=base, finalists=(arm, gone), winner=None, profiles={}, sentence="Advice: move.")
-    text = list(run_lines(found, KEY))
+    text = list(run_lines(found))
     assert (text[0], text[1]) == (headline(found), "new is better than old")
     assert text[0].endswith("Advice: move.")
     assert "newest did not serve this traffic" in text
@@ -239,24 +234,21 @@ def test_I27_7_the_report_s_details_come_after_the_card_and_the_front() -> None:
 @pytest.mark.parametrize("outcome", [Judgement.BASELINE_STAYS, Judgement.NO_CLEAR_WINNER])
 def test_a_trial_that_did_not_win_differs_and_nothing_is_called_changed(outcome: Judgement) -> None:
     found = won(outcome=outcome, **NONE)
-    assert "trial 1 differs in: max_num_seqs not set → 8" in list(lines(card(found, KEY)))
+    assert "trial 1 differs in: max_num_seqs not set → 8" in list(lines(card(found)))
     for page in (render(data(found)), markdown(data(found))):
         assert "rial 1 differs in" in page
         assert "changed:" not in page
         assert "<dt>Changed" not in page
-    assert "changed: max_num_seqs not set → 8" in list(lines(card(won(), KEY)))
+    assert "changed: max_num_seqs not set → 8" in list(lines(card(won())))
     assert "<dt>Changed</dt>" in render(data(won()))
-    other = card(won(winner=2), KEY, trial=1)
+    other = card(won(winner=2), trial=1)
     assert other.changed_title == "trial 1 differs in", "shown beside the winner"
-    assert (
-        card(won(winner=2), KEY, trial=1, profile=PublishedProfile(id=9, version=1)).changed_title
-        == "changed"
-    )
+    assert card(won(winner=2), trial=1, profile=PublishedProfile(id=9, version=1)).changed_title == "changed"
 
 
 def test_what_a_run_took_is_time_without_gpus() -> None:
     short = RunCost(search_s=76.7, confirm_s=8.2)
-    assert "took 1 min 17 s of search, 8.2 s of confirmation" in list(lines(card(won(cost=short), KEY)))
+    assert "took 1 min 17 s of search, 8.2 s of confirmation" in list(lines(card(won(cost=short))))
     assert cost(replace(short, gpus=2)) == "0.0213 GPU-hours of search, 0.00228 GPU-hours of confirmation"
 
 
@@ -282,21 +274,19 @@ def unserved(**changes: object):  # type: ignore[no-untyped-def]
 def test_a_pair_never_mixes_first_and_confirmed_values() -> None:
     """The baseline was measured only in the search, the finalist again: no surface shows 0.1 → 1.652."""
     found = unserved()
-    assert [(row.before, row.after) for row in card(found, KEY).rows] == [(None, 1275.0), (None, 1.652)]
-    texts = ["\n".join(run_lines(found, KEY)), render(data(found)), markdown(data(found)).replace("\\", "")]
+    assert [(row.before, row.after) for row in card(found).rows] == [(None, 1275.0), (None, 1.652)]
+    texts = ["\n".join(run_lines(found)), render(data(found)), markdown(data(found)).replace("\\", "")]
     for text in texts:
         assert "– → 1.652 requests/s" in text
         assert "0.1 →" not in text
     again = replace(found.baseline, dropped=None, confirmed={"ttft_p95_ms": 410.0, "goodput_rps": 0.2})
     dropped = replace(found.finalists[0], confirmed={}, misses_slo_by=None, dropped="it died")
-    first = card(unserved(baseline=again, finalists=(dropped,)), KEY).rows
+    first = card(unserved(baseline=again, finalists=(dropped,))).rows
     assert [(row.before, row.after) for row in first] == [(math.inf, 502.1), (0.1, 2.7)], (
         "both are first ones"
     )
     half = replace(found.finalists[0], confirmed={"goodput_rps": 1.652})
-    assert card(unserved(finalists=(half,)), KEY).rows[0].after is None, (
-        "the repeats of a failed request: none"
-    )
+    assert card(unserved(finalists=(half,))).rows[0].after is None, "the repeats of a failed request: none"
 
 
 @pytest.mark.parametrize("outcome", [Judgement.SLO_MISSED, Judgement.BASELINE_FAILED])
@@ -305,9 +295,9 @@ def test_what_was_measured_again_is_never_called_a_first_measurement(outcome: Ju
     found = unserved(outcome=outcome, **({"baseline": None} if gone else {}))
     why = "was never measured" if gone else "did not serve this traffic"
     wanted = f"measured 2 times in this run, not compared, because today's configuration {why}"
-    assert not card(found, KEY).first_only
+    assert not card(found).first_only
     html = render(data(found)).replace("&#39;", "'")
-    for text in ("\n".join(run_lines(found, KEY)), markdown(data(found)), html):
+    for text in ("\n".join(run_lines(found)), markdown(data(found)), html):
         assert wanted in text.replace("Measured 2", "measured 2")
         assert "this run measured no trial again" not in text
         assert "these are first measurements" not in text
@@ -316,20 +306,20 @@ def test_what_was_measured_again_is_never_called_a_first_measurement(outcome: Ju
     assert "measured again, not compared" in html
     assert '<td data-name="finalist">1.652</td>' in html
     assert "| goodput\\_rps | – | 1.652 | not compared | 2 |" in markdown(data(found))
-    assert "measured once in this run" in "\n".join(run_lines(replace(found, repeats=1), KEY))
+    assert "measured once in this run" in "\n".join(run_lines(replace(found, repeats=1)))
 
 
 def test_first_measurements_say_why_nothing_confirmed_them() -> None:
     first = replace(unserved().finalists[0], confirmed={}, misses_slo_by=None)
     base = replace(won().baseline, searched={"ttft_p95_ms": 1.0})
     dropped = unserved(baseline=base, finalists=(replace(first, dropped="it died"),))
-    assert "first measurements; trial 1 failed when it was measured again" in card(dropped, KEY).uncompared
+    assert "first measurements; trial 1 failed when it was measured again" in card(dropped).uncompared
     ended = unserved(winner=None, finalists=(first,), outcome=Judgement.NOT_CONFIRMED, repeats=1)
-    told = card(ended, KEY)
+    told = card(ended)
     assert told.title == "No result yet: the confirmation did not end"
     assert told.uncompared == "these are first measurements; the confirmation ended after 1 repeat"
     assert (told.confidence, told.because) == ("none", "the confirmation ended after 1 repeat")
-    nearest = card(won(outcome=Judgement.SLO_MISSED, winner=None, nearest=0), KEY)
+    nearest = card(won(outcome=Judgement.SLO_MISSED, winner=None, nearest=0))
     assert nearest.uncompared == "measured 3 times in this run: it is today's configuration itself"
     assert nearest.because.startswith("measured 3 times in turns with the finalists")
     own = card(won(baseline=replace(base, confirmed={}, misses_slo_by=None)), trial=0)
@@ -345,7 +335,7 @@ def test_where_nothing_was_compared_the_confidence_is_none(repeats: int, demonst
         found = unserved(outcome=outcome, repeats=repeats, demonstration=demonstration)
         why = "nothing was compared: today's configuration did not serve this traffic"
         assert confidence_of(found) == ("none", why)
-        assert f"confidence: none ({why})" in list(run_lines(found, KEY))
+        assert f"confidence: none ({why})" in list(run_lines(found))
     alone = won(outcome=Judgement.BASELINE_STAYS, finalists=(), repeats=0, **NONE)
     assert confidence_of(alone) == ("none", "nothing was compared: this run measured no trial again")
 

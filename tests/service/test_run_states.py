@@ -23,9 +23,9 @@ from tuner.conclusions import PublishedProfile
 from tuner.errors import Conflict
 from tuner.fleet.nodes import held
 from tuner.history.entities import Schedule
+from tuner.profiles.registry import key_of
 from tuner.records import Node, RunState, TrialState
 from tuner.replay.plan import PLANS
-from tuner.report.card import key_of
 from tuner.service.runner import RunOrder
 from tuner.tuning.context import RunEstimate, RunEvent
 from tuner.tuning.now import RunNow, left_of, path_of, told_live, write

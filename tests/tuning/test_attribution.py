@@ -145,7 +145,7 @@ def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Pat
     written = tmp_path / "report.md"
     assert tuner(tmp_path, "report", study.name, "-o", written, "--format", "md").returncode == 0
     assert given["max_num_seqs"] in written.read_text().replace("\\", "")
-    shown = newest_card(night.store, profile.key, [study])
+    shown = newest_card(night.store, [study])
     assert shown is not None
     assert {knob.name: knob.gave for knob in shown[0].changed} == given
     says = f"The published profile is trial {found.reduced}: it leaves out the knobs that give nothing."

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,24 @@ def test_a_slower_release_is_found_before_the_budget_is_spent_and_fails_the_pipe
     assert said.repeats < 6, "it stops as soon as it knows"
     assert "today@0.33.0 against today: ttft_p50_ms" in said.sentence
     assert "Every difference is known" in said.sentence
-    assert store_of(folder).run(said.run_id).reason == "every difference is known"
+    run = store_of(folder).run(said.run_id)
+    assert run.reason == "every difference is known"
+    told: Any = run.summary["compared"]
+    assert [(each["name"], each["engine"]["version"]) for each in told] == [
+        ("today", "0.32.0"), ("today@0.33.0", "0.33.0"),
+    ], "each arm with its own engine"  # fmt: skip
+    assert [sorted(each["engine"]["env"]) for each in told] == [[], ["TUNER_SIM_RELEASE"]]
+    assert told == store_of(folder).study(run.study_id).spec["arms"]
+
+
+def test_arms_that_differ_only_in_their_environment_are_told_with_it(folder: Path) -> None:
+    store = Store("sqlite://")
+    prepared = prepared_of(folder, store)
+    arms = [
+        arm_of(f"{name}=env VLLM_X={name} vllm serve m", prepared, store, base=folder) for name in ("a", "b")
+    ]
+    told: Any = compared(arms, margin=0.1).study.spec["arms"]
+    assert [each["engine"]["env"]["VLLM_X"] for each in told] == ["a", "b"]
 
 
 def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Path) -> None:

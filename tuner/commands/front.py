@@ -75,14 +75,14 @@ def show(store: "Store", study: "Study") -> None:
     """Print the answer card of the newest run, then the table of the front."""
     from tuner.commands import common
     from tuner.report.board import board_of
-    from tuner.report.card import key_of, run_lines
+    from tuner.report.card import run_lines
     from tuner.report.words import knobs, unended
 
     found = board_of(store, study)
     if going := unended(next(iter(store.runs(study.id, limit=1)), None), store.stopped_runs(now=now())):
         typer.echo(going)
     if (said := found.conclusion) is not None:
-        typer.echo("\n".join(run_lines(said, key_of(study), found.attribution, common.program())))
+        typer.echo("\n".join(run_lines(said, found.attribution, common.program())))
     say_last_confirmed(found)
     names = study.objectives
     heads = ["trial", "<role", *(head for n in names for head in (f"{n} first", "confirmed", "change"))]

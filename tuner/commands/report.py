@@ -12,7 +12,7 @@ from tuner.commands.common import Json, StudyRef, now, open_store, print_json, s
 from tuner.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
-    from tuner.conclusions import Attribution
+    from tuner.conclusions import Attribution, PublishedProfile
     from tuner.history.store import Store
     from tuner.records import Profile, Study
 
@@ -68,7 +68,7 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
         trials=store.trials(study.id),
         conclusions=conclusions,
         launches=store.launches(study.id),
-        commands=commands(study, [name for name in ("challenger", "baseline") if name in published][:1]),
+        commands=commands(study, made or published.get("baseline")),
         generated_at=now(),
         winner=store.profile(made.id) if made else None,
         attribution=store.attribution(conclusions[-1].run_id) if conclusions else None,
@@ -82,15 +82,15 @@ def write(store: "Store", study: "Study", output: Path, format: Format = Format.
     return output
 
 
-def commands(study: "Study", aliases: list[str]) -> list[str]:
-    """The commands that show the study again, and pull what it published under `aliases`."""
-    from tuner.report.card import key_of, pull_command
+def commands(study: "Study", made: "PublishedProfile | None") -> list[str]:
+    """The commands that show the study again, and pull what it published."""
+    from tuner.report.card import export_command
 
     return [
         f"tuner front {study.id[:12]}",
         f"tuner study show {study.id[:12]}",
         f"tuner report {study.id[:12]} -o report.html",
-        *(pull_command(key_of(study), alias) for alias in aliases),
+        *([export_command(made.id)] if made is not None else []),
     ]
 
 

@@ -94,7 +94,7 @@ def status(
 ) -> None:
     """Show the progress of a run, and its answer card."""
     from tuner.commands.common import program
-    from tuner.report.card import key_of, run_lines
+    from tuner.report.card import run_lines
     from tuner.report.words import CONTINUES, no_trial, run_state, time_left, told_counts, trial_counts
     from tuner.tuning.now import left_of
 
@@ -113,8 +113,7 @@ def status(
     typer.echo(f"{found.id} {state}{' (asked to stop)' if found.cancel_requested else ''}: {done}")
     typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found) + time_left(left))
     if said is not None:
-        key, attribution = key_of(store.study(found.study_id)), store.attribution(found.id)
-        typer.echo("\n".join(run_lines(said, key, attribution, program())))
+        typer.echo("\n".join(run_lines(said, store.attribution(found.id), program())))
 
 
 def _limits(run: "Run") -> str:

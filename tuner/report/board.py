@@ -27,7 +27,7 @@ from tuner.records import (
     last_attempts,
     of_attribution,
 )
-from tuner.report.card import AnswerCard, cards, key_of
+from tuner.report.card import AnswerCard, cards
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
 from tuner.report.words import PASSES, configuration, knobs, measured, pass_name, published
 from tuner.search import trial_view
@@ -83,7 +83,7 @@ class Board:
         """The answer of the newest run: one card, or one for each arm of a comparison; none before it."""
         if self.conclusion is None:
             return ()
-        return cards(self.conclusion, key_of(self.study), attribution=self.attribution)
+        return cards(self.conclusion, attribution=self.attribution)
 
     @property
     def named(self) -> dict[str, JSON]:

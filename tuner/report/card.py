@@ -22,7 +22,7 @@ from tuner.conclusions import (
 )
 from tuner.engine.metrics import same_value
 from tuner.measures import in_order, many
-from tuner.records import ProfileKey, Run, RunState, Study, Value
+from tuner.records import ProfileKey, Run, RunState, Value
 from tuner.report import explain, words
 from tuner.settings import runnable
 
@@ -117,29 +117,27 @@ class AnswerCard:
     first_only: bool = False
 
 
-def cards(
-    said: Conclusion, key: ProfileKey | None = None, *, attribution: Attribution | None = None
-) -> tuple[AnswerCard, ...]:
+def cards(said: Conclusion, *, attribution: Attribution | None = None) -> tuple[AnswerCard, ...]:
     """What a run found: one card, or one for each arm that a comparison held against the first one."""
     if not said.compared or not said.finalists:
-        return (card(said, key, attribution=attribution),)
-    return tuple(card(said, key, trial=arm.trial) for arm in said.finalists)
+        return (card(said, attribution=attribution),)
+    return tuple(card(said, trial=arm.trial) for arm in said.finalists)
 
 
 def card(
     said: Conclusion,
-    key: ProfileKey | None = None,
     *,
     trial: int | None = None,
-    alias: str = "challenger",
+    pull: str = "",
     profile: PublishedProfile | None = None,
     attribution: Attribution | None = None,
 ) -> AnswerCard:
-    """The card of a conclusion. `key` is where its profile is published (None: nowhere, no pull command).
+    """The card of a conclusion.
 
-    `trial`: show this arm instead of the winner. `alias`: what the pull command names; empty: the version
-    itself. `profile`: what was published, if it is not the run's challenger. `attribution`: what each knob
-    gave. If it published a reduced configuration, the card still shows the winner.
+    `trial`: show this arm instead of the winner. `pull`: the command that pulls its profile; empty: the one
+    that exports this very version, as an alias may soon name another one. `profile`: what was published, if
+    it is not the run's challenger. `attribution`: what each knob gave. If it published a reduced
+    configuration, the card still shows the winner.
     """
     reduced = words.reduced_of(said, attribution)
     trial = said.winner if reduced is not None and trial == reduced else trial
@@ -172,7 +170,7 @@ def card(
         changed=_changed(said, arm, explain.gave(attribution)) if arm else (),
         changed_title=f"{arm.title} differs in" if arm and not applies else "changed",
         profile=profile,
-        pull=_pull(key, alias, profile) if profile and key else "",
+        pull=(pull or export_command(profile.id)) if profile else "",
         cost=words.cost(said.cost, attribution, "comparison" if said.compared else "confirmation"),
         saving=words.saving(said.saving) if said.saving else "",
         left_out=words.left_out(reduced) if reduced is not None and not other else "",
@@ -248,20 +246,16 @@ def card_of_run(run: Run) -> AnswerCard | None:
     )
 
 
-def _pull(key: ProfileKey, alias: str, profile: PublishedProfile) -> str:
-    return pull_command(key, alias) if alias else f"tuner profile export {profile.id} --format vllm-yaml"
+def export_command(profile: int) -> str:
+    """The command that prints one version as a file that `vllm serve --config` reads."""
+    return f"tuner profile export {profile} --format vllm-yaml"
 
 
-def pull_command(key: ProfileKey, alias: str, program: str = "tuner") -> str:
-    """The command that prints a profile as a file that `vllm serve --config` reads."""
+def pull_command(key: ProfileKey, alias: str) -> str:
+    """The command that prints, as such a file, whichever version an alias names when it runs."""
     asked = {"model": key.model, "node": key.target, "workload": key.workload, "alias": alias}
     options = [word for name, value in asked.items() for word in (f"--{name}", value)]
-    return shlex.join([program, "profile", "resolve", *options, "--format", "vllm-yaml"])
-
-
-def key_of(study: Study) -> ProfileKey:
-    """The key under which a study publishes."""
-    return ProfileKey(model=study.model, target=study.node, workload=study.workload)
+    return shlex.join(["tuner", "profile", "resolve", *options, "--format", "vllm-yaml"])
 
 
 def _shown(said: Conclusion) -> Arm | None:
@@ -441,15 +435,12 @@ def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[Chang
 
 
 def run_lines(
-    said: Conclusion,
-    key: ProfileKey | None = None,
-    attribution: Attribution | None = None,
-    program: str = "tuner",
+    said: Conclusion, attribution: Attribution | None = None, program: str = "tuner"
 ) -> Iterator[str]:
     """What a run found as text: its card, or the headline of a comparison and the card of each arm."""
     if said.compared:
         yield words.headline(said)
-    for each in cards(said, key, attribution=attribution):
+    for each in cards(said, attribution=attribution):
         yield from lines(each, program)
 
 

@@ -232,7 +232,7 @@ def _place(
         name=" for ".join(name),
         comparisons=_comparisons(store, key),
         drawing=marked(drawn),
-        card=card(said, key, attribution=store.attribution(said.run_id)) if said is not None else None,
+        card=card(said, attribution=store.attribution(said.run_id)) if said is not None else None,
         night=night_of(store.run(said.run_id)) if said is not None else None,
         study_id=said.study_id if said is not None else newest.study_id,
         trend=trend(found),

@@ -13,7 +13,7 @@ from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, Gates, gate_failures, serve_the_same, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
-from tuner.report.card import AnswerCard, card, card_of_run
+from tuner.report.card import AnswerCard, card, card_of_run, pull_command
 from tuner.report.words import node_state
 
 
@@ -94,7 +94,7 @@ def _place(store: Store, key: ProfileKey, node: Node | None, now: datetime) -> S
     studies = [study for study in known if not study.compares][:NEWEST_STUDIES]
     challenger = version_of(store, store.alias(key, "challenger"))
     newer = challenger if challenger and (not champion or challenger.version > champion.version) else None
-    answer, news = _answers(store, key, studies, champion)
+    answer, news = _answers(store, studies, champion)
     return ServedProfile(
         key=key,
         card=answer[0] if answer else None,
@@ -123,10 +123,10 @@ def _stale(champion: Profile | None, node: Node | None, studies: Sequence[Study]
 
 
 def _answers(
-    store: Store, key: ProfileKey, studies: Sequence[Study], champion: Profile | None
+    store: Store, studies: Sequence[Study], champion: Profile | None
 ) -> tuple[tuple[AnswerCard, str] | None, AnswerCard | None]:
     """((the card, its study), the card of a newer run that found nothing better)."""
-    newest = newest_card(store, key, studies)
+    newest = newest_card(store, studies)
     if champion is None or (newest is not None and newest[0].profile is not None):
         return newest, None
     served = card_of_profile(store, champion, CHAMPION)
@@ -135,7 +135,7 @@ def _answers(
     return (served, champion.study_id), newest[0] if newest and newest[0].at > served.at else None
 
 
-def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tuple[AnswerCard, str] | None:
+def newest_card(store: Store, studies: Sequence[Study]) -> tuple[AnswerCard, str] | None:
     """The card of the newest run that ended, of some studies, and its study's id."""
     found: list[tuple[AnswerCard, str]] = []
     for study in studies:
@@ -145,13 +145,15 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
         if ended is None:
             continue
         said = store.conclusion(ended.id)
-        made = card(said, key, attribution=store.attribution(ended.id)) if said else card_of_run(ended)
+        made = card(said, attribution=store.attribution(ended.id)) if said else card_of_run(ended)
         found += [(made, study.id)] if made is not None else []
     return max(found, key=lambda each: each[0].at, default=None)
 
 
 def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | None:
-    """The card of the run that published a profile; None if this run is not known."""
+    """The card of the run that published a profile, pulled by an alias that names it now (empty: by its id);
+    None if this run is not known.
+    """
     run_id, number = profile.evidence.get("run"), profile.evidence.get("trial_number")
     said = store.conclusion(run_id) if isinstance(run_id, str) else None
     if said is None:
@@ -159,7 +161,8 @@ def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | 
     made = PublishedProfile(id=profile.id, version=profile.version)
     trial = number if isinstance(number, int) else None
     found = store.attribution(said.run_id)
-    return card(said, profile.key, trial=trial, alias=alias, profile=made, attribution=found)
+    pull = pull_command(profile.key, alias) if alias else ""
+    return card(said, trial=trial, pull=pull, profile=made, attribution=found)
 
 
 def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
