@@ -203,7 +203,11 @@ def _record(
     reason: str,
     now: datetime,
 ) -> AliasEvent:
-    """Writes the new version of an alias, and the event that records the change."""
+    """Writes the new version of an alias, and the event that records the change, which is no earlier than the
+    alias's last one: a virtual clock may have been ahead.
+    """
+    last = select(func.max(alias_events.c.at)).where(_at(alias_events, key), alias_events.c.alias == alias)
+    before = connection.execute(last).scalar()
     generation = 1 if row is None else int(row["generation"]) + 1
     state = {"generation": generation, "version": to_version, "frozen": frozen}
     if row is None:
@@ -218,7 +222,7 @@ def _record(
         to_version=to_version,
         actor=actor,
         reason=reason,
-        at=now,
+        at=now if before is None else max(now, before),
     )
     connection.execute(insert(alias_events).values(**row_of(event)))
     return event

@@ -244,9 +244,8 @@ def rollback(
         raise Conflict(f"alias '{alias}' has no version before {event.to_version} to go back to")
     seen = event.generation if expected is None else expected
     return store.move_alias(
-        key, alias, before[-2], expected=seen, actor=actor, reason=f"rollback: {reason}",
-        now=max(now, event.at),
-    )  # fmt: skip
+        key, alias, before[-2], expected=seen, actor=actor, reason=f"rollback: {reason}", now=now
+    )
 
 
 def _event(store: Store, key: ProfileKey, alias: str) -> AliasEvent:

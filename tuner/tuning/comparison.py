@@ -258,7 +258,15 @@ def compared(
     )  # fmt: skip
     plan = replace(first.plan, repeats=LEAST_ROUNDS, most_repeats=rounds)
     placed = tuple(
-        replace(arm, prepared=replace(arm.prepared, study=study, plan=plan, baseline=arm.candidate))
+        replace(
+            arm,
+            prepared=replace(
+                arm.prepared,
+                study=replace(study, identity={**identity, "engine": _engine_of(arm)}),
+                plan=plan,
+                baseline=arm.candidate,
+            ),
+        )
         for arm in arms
     )
     comparison = ComparisonPlan(arms=placed, rounds=rounds, margin=margin, upgrade=upgrade)
@@ -267,11 +275,17 @@ def compared(
 
 def _told(arm: ComparedArm) -> JSON:
     """What makes an arm what it is; secrets are masked as in every study."""
-    engine = arm.prepared.study.identity["engine"]
     return {
-        "name": arm.name, "candidate": dict(arm.candidate), "engine": engine,
+        "name": arm.name, "candidate": dict(arm.candidate), "engine": _engine_of(arm),
         "fixed": list(arm.prepared.fixed),
     }  # fmt: skip
+
+
+def _engine_of(arm: ComparedArm) -> JSON:
+    """The engine of an arm, with the environment of its own configuration."""
+    section = arm.prepared.study.identity["engine"]
+    assert isinstance(section, dict)
+    return {**section, "env": dict(masking.environment(arm.prepared.file.engine.env))}
 
 
 def undecided(arms: Sequence[Arm], margin: float) -> Iterator[tuple[Arm, Difference]]:
