@@ -217,6 +217,24 @@ def test_the_dry_run_of_a_stopped_run_says_what_it_continues(tmp_path: Path) -> 
     assert answer(tmp_path, "tune", file, "--dry-run", "--json")["continues"] is None
 
 
+def test_a_run_that_searched_is_not_said_to_only_confirm(tmp_path: Path) -> None:
+    """It was killed in its confirmation, and is continued with --confirm-only."""
+    file = write(tmp_path, VIRTUAL)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    run = a_run(store, load(file, store=store, now=NOW).study)
+    for number, origin, ttft in ((0, "baseline", 210.0), (1, "tpe", 90.0)):
+        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 20.0, "goodput_rps": 5.0, "slo_attainment": 1.0}
+        made = a_measurement(values={**values, "requests": 100.0, "failed": 0.0})
+        finished(store, start(store, run, number, origin=origin), made)
+    done = tuner(tmp_path, "tune", file, "--confirm-only")
+    assert done.returncode == 0, done.stderr
+    ended = store.run(run.id)
+    assert (ended.state, ended.reason) == (RunState.FINISHED, "no more trials were asked for")
+    new = tuner(tmp_path, "tune", file, "--confirm-only")
+    assert "only confirms, without a search" in new.stdout, new.stderr
+    store.close()
+
+
 def seqs_of(told: dict[str, object]) -> dict[str, str]:
     """The max_num_seqs of each command line."""
     lines = told["commands"]

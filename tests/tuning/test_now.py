@@ -122,6 +122,10 @@ def test_I27_3_the_end_of_the_whole_run_counts_the_confirmation(tmp_path: Path) 
         run=run.id, at=later, confirming=(2, 6), phase="window", slice="peak", done_s=34, total_s=60
     )
     assert left_s(run, trials, confirming, later) == 90.0 * 4
+    longer = [replace(each, held_out_s=60.0) for each in (searching, confirming)]
+    assert [left_s(run, trials, each, later) for each in longer] == [90.0 * 39 + 150.0 * 6, 150.0 * 4], (
+        "a launch of the confirmation also replays the held-out slice"
+    )
     assert phase_of(confirming) == "confirming 3 of 6: replaying peak, 34 of 60 s"
     assert left_s(run, (), searching, later) is None, "nothing is known before a trial has ended"
     store.close()

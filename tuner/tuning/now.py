@@ -29,11 +29,12 @@ MOST_POINTS = 2000
 class RunNow:
     """A run at a moment.
 
-    `phase` is launching, warm-up, priming, window (of `slice`: `done_s` of `total_s` seconds) or another word
-    of the tuner. `stage` is the search, the confirmation, a comparison or the attribution. `confirming` is
-    (launches done, all) in all but the search. `to_confirm` is how many launches a confirmation usually
-    takes. `engine` is what the engine said of itself in this slice: `at_s` and a list for each name.
-    `left_s`: about how many seconds the whole run still takes from `at` on (None: not known).
+    `phase` is launching, warm-up, priming, window (of `slice`: `done_s` of `total_s` seconds) or another
+    word of the tuner. `stage` is the search, the confirmation, a comparison or the attribution.
+    `confirming` is (launches done, all) in all but the search. `to_confirm` is how many launches a
+    confirmation usually takes, and `held_out_s` how much longer one takes than a trial. `engine` is what
+    the engine said of itself in this slice: `at_s` and a list for each name. `left_s`: about how many
+    seconds the whole run still takes from `at` on (None: not known).
     """
 
     run: str
@@ -46,6 +47,7 @@ class RunNow:
     confirming: tuple[int, int] | None = None
     stage: str = ""
     to_confirm: int = 0
+    held_out_s: float = 0.0
     left_s: float | None = None
     engine: Mapping[str, list[float | None]] = field(default_factory=dict)
 
@@ -90,10 +92,11 @@ def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetim
     if not spans or run.trials_limit is None:
         return _time_left_s(0.0, None, until)
     each, done = fmean(spans), len({t.number for t in ended if t.ended_at is not None})
+    launch_s = each + (found.held_out_s if found is not None else 0.0)
     if found is not None and found.confirming is not None:
         before, whole = found.confirming
-        return _time_left_s(each, max(0, whole - before), until)
-    later = each * found.to_confirm if found else 0.0
+        return _time_left_s(launch_s, max(0, whole - before), until)
+    later = launch_s * found.to_confirm if found else 0.0
     return _time_left_s(each, max(0, run.trials_limit - done), until, later_s=later)
 
 
@@ -191,11 +194,12 @@ def told_live(
     estimate: Callable[[], RunEstimate | None] = lambda: None,
     *,
     seconds: Callable[[], float] = time.monotonic,
+    held_out_s: float = 0.0,
 ) -> Tell:
     """A listener that passes events on and keeps the run's file up to date. Each trial renews the `estimate`,
     so that the file and all who listen know the same.
     """
-    begun = RunNow(run=run_id, at=clock(), to_confirm=_launches(plan))
+    begun = RunNow(run=run_id, at=clock(), to_confirm=_launches(plan), held_out_s=held_out_s)
     held = _Held(path_of(home, run_id), begun, Pace(clock=seconds))
 
     def told(event: RunEvent) -> None:

@@ -35,6 +35,7 @@ from tuner.tuning.context import (
     budget_of,
     numbers_of,
     ready_of,
+    replays_s,
     screens,
     silent,
 )
@@ -133,7 +134,11 @@ async def tune(
         seeds = (*fronts_of(store, prepared, run.started_at), *seeds)
         start = last_calibration(store, prepared, run.started_at)
         predictor = StudyPredictor(prepared=prepared, start=start)
-        told = told_live(home, run.id, prepared.plan, tell, clock, lambda: estimate_of(context, run))
+        study = prepared.study
+        more = replays_s(prepared, study.slices) - replays_s(prepared, study.searched_slices)
+        told = told_live(
+            home, run.id, prepared.plan, tell, clock, lambda: estimate_of(context, run), held_out_s=more
+        )
         context = replace(
             context,
             budget=budget_of(run, context.launches()),
@@ -184,9 +189,12 @@ class _Loop(Execution):
 
     def _over(self) -> str | None:
         """Why nothing is to be searched; None: there is."""
-        if self._limits.confirm_only:
+        searched = bool(numbers_of(self._trials(), self._run.id))
+        if self._limits.confirm_only and not searched:
             return "this run only confirms, without a search"
-        return "the search had ended before the run was interrupted" if self._ending.attributing else None
+        if self._ending.attributing:
+            return "the search had ended before the run was interrupted"
+        return "no more trials were asked for" if self._limits.confirm_only else None
 
     def conclusion(self, why: str | None) -> Conclusion | None:
         """The conclusion of the confirmation; its profiles are published."""
