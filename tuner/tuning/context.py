@@ -423,6 +423,12 @@ def replays_s(prepared: Prepared, parts: Sequence[Slice]) -> float:
     return sum(s.duration_s for s in parts) / prepared.file.speed + len(parts) * outside
 
 
+def held_out_s(prepared: Prepared) -> float:
+    """About how much longer a launch of the confirmation replays than a trial."""
+    study = prepared.study
+    return replays_s(prepared, study.slices) - replays_s(prepared, study.searched_slices)
+
+
 SCHEDULER = "--scheduler-cls"
 
 # After this many failures of running engines in a row every candidate gets an engine of its own: each failure

@@ -33,9 +33,9 @@ from tuner.tuning.context import (
     RunEvent,
     Tell,
     budget_of,
+    held_out_s,
     numbers_of,
     ready_of,
-    replays_s,
     screens,
     silent,
 )
@@ -124,21 +124,16 @@ async def tune(
         if (over := cancelled(store, limits.run, clock)) is not None:
             return over
         run = store.open_run(
-            prepared.study.id,
-            trials_limit=0 if limits.confirm_only else limits.trials,
-            deadline=limits.deadline,
-            now=clock(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        )
+            prepared.study.id, trials_limit=0 if limits.confirm_only else limits.trials,
+            deadline=limits.deadline, now=clock(), pid=os.getpid(), host=socket.gethostname(),
+        )  # fmt: skip
         seeds = (*fronts_of(store, prepared, run.started_at), *seeds)
         start = last_calibration(store, prepared, run.started_at)
         predictor = StudyPredictor(prepared=prepared, start=start)
-        study = prepared.study
-        more = replays_s(prepared, study.slices) - replays_s(prepared, study.searched_slices)
         told = told_live(
-            home, run.id, prepared.plan, tell, clock, lambda: estimate_of(context, run), held_out_s=more
-        )
+            home, run.id, prepared.plan, tell, clock, lambda: estimate_of(context, run),
+            held_out_s=held_out_s(prepared),
+        )  # fmt: skip
         context = replace(
             context,
             budget=budget_of(run, context.launches()),
