@@ -80,7 +80,7 @@ def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
         "now": (4, [4], "search", "running"),
     }
     text = call(tmp_path, "front", "chat", "--timings").stdout
-    assert "a trial ends with its replay" in " ".join(text.split())
+    assert "If an engine is kept for further trials, the time of each trial ends" in " ".join(text.split())
     assert "controller died" not in text
     store.release_lease(lease)
     store.close()
@@ -92,6 +92,7 @@ def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
     assert "confirmation 2" in text
     assert {row["launch"]: (row["attempt"], row["repeat"]) for row in told}["again"] == (0, 2)
     assert re.search(r"^3\.1 +search ", text, re.MULTILINE), "a second attempt has the name of its trial"
+    assert call(tmp_path, "trial", "show", "chat", "3.1").stdout.startswith("trial 3.1 "), "as tables name it"
     shown = call(tmp_path, "trial", "show", "chat", "1").stdout
     assert re.search(r"^measurement +search +confirmation 2$", shown, re.MULTILINE)
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
@@ -137,6 +138,9 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
     assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
     for words, said in (((1, "--attempt", 5), "trial 1 of study chat has no attempt 5, only 0"),
+                        (("1.5",), "trial 1 of study chat has no attempt 5, only 0"),
+                        (("3.1", "--attempt", 1), "'3.1' already names an attempt"),
+                        (("x",), "'x' is no trial"),
                         ((7,), "study chat has no trial 7; its last trial is 3")):  # fmt: skip
         assert said in str(call(tmp_path, "trial", "log", "chat", *words).exception)
     assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [

@@ -94,6 +94,8 @@ def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:
     run = ended(world, posted(world.client(), "/v1/upgrade-checks", **asked))
     found = UpgradeFinding.from_json(run.summary["upgrade"])
     assert (found.old, found.new, found.advice, found.fault) == ("0.32.0", "0.33.0", "stay", "code")
+    listed = world.client().get("/studies").text
+    assert "FINISHED: advice: stay" in listed, "as `tuner run list` says"
     page = world.client().get(f"/studies/{run.study_id[:16]}").text
     assert page.index("Advice: stay.") < page.index("new version is worse than old version"), "I27"
 

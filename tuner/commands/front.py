@@ -187,8 +187,8 @@ def show_timings(store: "Store", study: "Study") -> None:
     ]
     print_table(heads, table, title=title)
     typer.echo(
-        "measuring_s and whole_s are longer than the times of their trials together: a trial ends with its"
-        " replay, and these two end when the engine has stopped."
+        "measuring_s and whole_s end when the engine has stopped. If an engine is kept for further trials,"
+        " the time of each trial ends with its replay."
     )
     if any(str(row["verdict"]).startswith("controller:") for row in rows):
         typer.echo(

@@ -1,5 +1,6 @@
 """`tuner study` and `tuner trial`: the studies of the history and their trials."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -118,18 +119,29 @@ def as_data(trial: "Trial", stopped: "frozenset[str]") -> dict[str, object]:
 
 
 trial_app = typer.Typer(help="Show a trial's numbers, or its engine's log.", no_args_is_help=True)
-Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The trial's number in its study.")]
+Number = Annotated[
+    str,
+    typer.Argument(
+        metavar="NUMBER", help="The trial's number in its study, or the name of one attempt, such as 2.1."
+    ),
+]
 Attempt = Annotated[int | None, typer.Option(help="Which attempt. Default: the last one.")]
 
 
-def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
-    """A trial of a study: the given attempt, or the last one."""
+def find_trial(study: str, name: str, attempt: int | None) -> "Trial":
+    """A trial of a study: the given attempt (`2.1`, or the option), or the last one."""
     from tuner.commands.front import find_study
     from tuner.report.board import attempts_of
 
+    named = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?", name)
+    if named is None:
+        raise BadInput(f"'{name}' is no trial: give its number, such as 2, or an attempt's name, such as 2.1")
+    if named[2] and attempt is not None:
+        raise BadInput(f"'{name}' already names an attempt: leave out --attempt")
     store = open_store()
     found = find_study(store, study)
-    return attempts_of(found, store.trials(found.id), number, attempt)[0]
+    chosen = int(named[2]) if named[2] else attempt
+    return attempts_of(found, store.trials(found.id), int(named[1]), chosen)[0]
 
 
 @trial_app.command("show")
