@@ -85,7 +85,9 @@ def test_25_1_registered_engines_are_compared_over_http(world: World) -> None:
     assert run_id in {row.target for row in world.store.audit() if row.action == "run"}
     shown = client.get(f"/v1/studies/{run.study_id}").json()["spec"]
     assert {arm["engine"]["version"] for arm in shown["arms"]} == {"0.32.0", "0.33.0"}
-    for engine in (shown["engine"], *(arm["engine"] for arm in shown["arms"])):
+    told = client.get(f"/v1/runs/{run_id}").json()["summary"]["compared"]
+    assert [arm["engine"]["version"] for arm in told] == ["0.32.0", "0.33.0"], "each arm's own"
+    for engine in (shown["engine"], *(arm["engine"] for arm in (*shown["arms"], *told))):
         assert not engine.keys() & {"env", "python", "command", "stop_command"}, "20_attack: this host's"
 
 

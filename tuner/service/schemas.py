@@ -128,7 +128,7 @@ def study(of: Study) -> StudySchema:
 
 
 def _without_host(found: Any) -> Any:
-    """A study's spec without the parts of its engines that belong to this host (also of arms)."""
+    """A spec or a run's summary without the parts of its engines that belong to this host (also of arms)."""
     if isinstance(found, list | tuple):
         return [_without_host(each) for each in found]
     if not isinstance(found, dict):
@@ -173,7 +173,7 @@ def run(
     concluded = conclusion(said)
     return RunSchema.of(
         of, state=words.run_state(of, stopped), stopped=of.id in stopped, trials=trials,
-        conclusion=concluded, left_s=left_s,
+        conclusion=concluded, left_s=left_s, summary=_without_host(dict(of.summary)),
     )  # fmt: skip
 
 
