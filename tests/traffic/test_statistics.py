@@ -65,7 +65,7 @@ def test_advice_rests_on_the_numbers() -> None:
     trace = make([100] * 200, columns={"max_tokens": [4096] * 200, "n": [2] * 200})
     said = " | ".join(describe(trace).advice)
     assert "p99 concurrency 1" in said
-    assert "clients ask for max_tokens 4096 (median)" in said
+    assert "clients ask for max_tokens 4,096 (median)" in said
     assert "100.0% of requests ask for n > 1" in said
     assert "no block ids" in said
     unique = make([32] * 200, ids=[[2 * row, 2 * row + 1] for row in range(200)])

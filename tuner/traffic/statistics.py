@@ -254,18 +254,18 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
 def _length_advice(numbers: Statistics) -> Iterator[str]:
     longest, mean = numbers.input_len["p99"], numbers.input_len["mean"]
     yield (
-        f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens. If max_num_batched_tokens is below "
-        f"{longest:.0f}, the longest prompts are split into chunks. If it is above, each of these "
+        f"prompts: mean {mean:,.0f}, p99 {longest:,.0f} tokens. If max_num_batched_tokens is below "
+        f"{longest:,.0f}, the longest prompts are split into chunks. If it is above, each of these "
         f"prompts delays decoding by one long step"
     )
     declared = numbers.max_tokens
     if declared and declared["p50"] > 4 * max(1.0, numbers.output_len["p50"]):
         yield (
-            f"clients ask for max_tokens {declared['p50']:.0f} (median), but answers have "
-            f"{numbers.output_len['p50']:.0f} tokens (median): do not size memory by max_tokens"
+            f"clients ask for max_tokens {declared['p50']:,.0f} (median), but answers have "
+            f"{numbers.output_len['p50']:,.0f} tokens (median): do not size memory by max_tokens"
         )
     top = numbers.total_len["p100"]
-    yield f"the longest request has {top:.0f} tokens with its answer: a larger max_model_len is not needed"
+    yield f"the longest request has {top:,.0f} tokens with its answer: a larger max_model_len is not needed"
 
 
 def _burst_advice(numbers: Statistics) -> Iterator[str]:
