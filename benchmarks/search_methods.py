@@ -20,7 +20,7 @@ from tuner.simulator.options import Options
 from tuner.simulator.predict import Batch, Predictor
 from tuner.tuning import early_stopping
 from tuner.tuning.attempt import fits
-from tuner.tuning.context import RELAUNCHED, screens
+from tuner.tuning.context import OWN_ENGINE, RELAUNCHED, screens
 from tuner.tuning.early_stopping import case_of
 from tuner.tuning.next_trial import CalibratedPredictor, StudyPredictor, predictor_of, propose
 from tuner.tuning.study import Prepared
@@ -114,7 +114,7 @@ def ours(bench: Bench, savings: Savings, wrong: Wrong | None = None, sampler: st
         if not savings.constraints and found.candidate in failed:
             bench.charge("failed launches", 1.0)
         searched = found.origin not in (RELAUNCHED, "baseline")
-        screened = searched and screens(prepared, bench.trials)
+        screened = searched and found.origin not in OWN_ENGINE and screens(prepared, bench.trials)
         case = None
         if savings.early and searched:
             case = case_of(prepared, bench.trials, screened=screened, columns=bench.requests)

@@ -3,8 +3,8 @@
 A truth shares with the predictor that proposes candidates: the scheduler's rules, the traces and the shape of
 the model. It does not share: how long a step takes (other parts, blended otherwise, with effects that the
 predictor does not know), any coefficient, the memory that is left for the cache, what runs out of memory, and
-the noise. The search was built with `A` in sight; `B` and `C`, on other hours of the traces, were kept aside
-until its settings stood.
+the noise. The search was built with `A` and `D` in sight; `B` and `C`, on other hours of the traces, were
+kept aside until its settings stood.
 """
 
 import itertools
@@ -107,6 +107,13 @@ TRUTHS: Mapping[str, Truth] = {
         ),
         blend=1.0, saturation=10, eager_s=0.003, crowd=0.25, kv=1.05, reserved_gib=0.5, layer=1.8,
         margin=0.99, noise=0.03, screened=0.06, late=True,
+    ),
+    "D": Truth(
+        coefficients=Coefficients(
+            compute=0.75, memory=0.9, attention=0.5, step_s=0.002, seq_s=1e-5, request_s=0.004
+        ),
+        blend=1.1, saturation=20, eager_s=0.002, mixed=0.1, crowd=0.3, kv=1.1, reserved_gib=0.7, layer=2.0,
+        margin=0.985, noise=0.035, screened=0.07, late=False,
     ),
 }  # fmt: skip
 

@@ -17,17 +17,19 @@ from tuner.replay.plan import slice_rows
 from tuner.search import trial_view
 from tuner.search.trial_view import encode
 from tuner.tuning.attempt import fits, widest
-from tuner.tuning.context import RELAUNCHED, screens
+from tuner.tuning.context import RELAUNCHED, launch_cost, screens
 from tuner.tuning.early_stopping import expected_gain, judge_of
 from tuner.tuning.next_trial import (
     StudyPredictor,
+    Suggestion,
+    around,
     at_levels,
     best,
+    better,
     card_for,
     first_candidates,
     minimal,
     propose,
-    spaces,
     view_of,
 )
 from tuner.tuning.predicted_night import forecast
@@ -111,19 +113,47 @@ def test_the_calibrated_simulator_proposes_first_and_the_heuristics_where_there_
 
 
 def test_what_would_widen_the_relaunched_front_most_is_relaunched_now_and_then(prepared: Prepared) -> None:
+    """After three screened trials; trials with a launch between them change nothing."""
     base = measured(0, prepared.baseline, values(900.0, slo=0.4))
-    one = measured(1, Candidate({"max_num_seqs": 16}), values(400.0, 8.0, 6.0), screened=True)
-    two = measured(2, Candidate({"max_num_seqs": 64}), values(300.0, 7.0, 8.0), screened=True)
-    three = measured(3, Candidate({"max_num_seqs": 256}), values(410.0, 8.1, 5.9), screened=True)
-    early, due = propose(prepared, (base, one, two)), propose(prepared, (base, one, two, three))
+    one = measured(1, Candidate({"max_num_seqs": 16}), values(870.0, 9.5, 5.1), screened=True)
+    two = measured(2, Candidate({"max_num_seqs": 64}), values(820.0, 7.8, 5.2), screened=True)
+    own = measured(3, Candidate({"block_size": 32}), values(1100.0, 12.0, 4.6))
+    three = measured(4, Candidate({"max_num_seqs": 256}), values(880.0, 9.8, 5.0), screened=True)
+    early, due = propose(prepared, (base, one, two, own)), propose(prepared, (base, one, two, own, three))
     assert early is not None
     assert early.origin != RELAUNCHED
     assert due is not None
     assert (due.origin, due.candidate) == (RELAUNCHED, two.candidate)
-    own = measured(4, two.candidate, values(310.0, 7.1, 7.9), origin=RELAUNCHED)
-    again = propose(prepared, (base, one, two, three, own))
-    assert again is not None
-    assert again.origin != RELAUNCHED
+    again = measured(5, two.candidate, values(830.0, 7.9, 5.1), origin=RELAUNCHED)
+    after = propose(prepared, (base, one, two, own, three, again))
+    assert after is not None
+    assert after.origin != RELAUNCHED
+
+
+def test_what_widens_the_front_by_a_quarter_is_relaunched_at_once(prepared: Prepared) -> None:
+    base = measured(0, prepared.baseline, values(900.0, slo=0.4))
+    much = measured(1, Candidate({"max_num_seqs": 16}), values(800.0, 8.0, 5.5), screened=True)
+    found = propose(prepared, (base, much))
+    assert found is not None
+    assert (found.origin, found.candidate) == (RELAUNCHED, much.candidate)
+
+
+def test_a_lucky_screened_trial_counts_no_more_once_it_was_relaunched(prepared: Prepared) -> None:
+    """Neither as a part of the front nor as one that stops others early."""
+    good = Candidate({"max_num_seqs": 16})
+    base = measured(0, prepared.baseline, values(900.0, slo=0.4))
+    lucky = measured(1, good, values(400.0, 5.0, 9.0), screened=True)
+    own = measured(2, good, values(700.0, 8.0, 6.0), origin=RELAUNCHED)
+    names = prepared.study.objectives
+    assert trial_view.measured((base, lucky), names) == (base, lucky)
+    assert trial_view.measured((base, lucky, own), names) == (base, own)
+    problem = view_of(prepared, (base, lucky, own)).problem(None)
+    assert problem is not None
+    assert len(problem.known) == 3  # the model of the errors still learns from both
+    assert len(problem.measured) == 2
+    judge = judge_of(prepared, (base, lucky, own), screened=True)
+    assert judge is not None
+    assert {rival.label for rival in judge.case.rivals} == {"2"}
 
 
 def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
@@ -170,16 +200,41 @@ def test_the_widest_engine_has_the_largest_sizes_and_the_candidate_s_other_knobs
     assert first == Candidate({"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32})
 
 
-def test_the_search_stays_around_the_best_so_far_and_turns_everything_now_and_then(
+def test_what_can_be_screened_keeps_the_best_candidate_s_other_knobs(
     prepared: Prepared, history: list[Trial]
 ) -> None:
-    near, everything = spaces(prepared, history, 8)
-    held = best(prepared, history)["block_size"]
-    assert near.levels["block_size"] == (held,)
+    near, everything = around(prepared, best(prepared, history), history), prepared.space
+    assert near.levels["block_size"] == (best(prepared, history)["block_size"],)
     assert {n: near.levels[n] for n in near.levels if n in adapter_of("vllm").live_knobs} == {
         n: everything.levels[n] for n in everything.levels if n in adapter_of("vllm").live_knobs
     }
-    assert spaces(prepared, history, 9) == (prepared.space,)
+
+
+def test_a_launch_is_proposed_if_it_is_worth_more_in_a_second(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    """A launch and a replay take `launch_cost` times as long as the replay of a screened trial."""
+    cost = launch_cost(prepared, history)
+    assert cost > 2
+    screened = Suggestion(candidate=Candidate({"max_num_seqs": 16}), origin="gp", seed=1, gain=0.1)
+    worth = replace(screened, candidate=Candidate({"block_size": 32}), gain=0.1 * cost * 1.01)
+    dear = replace(worth, gain=0.1 * cost * 0.99)
+    assert better(prepared, history, [screened, worth]) == worth
+    assert better(prepared, history, [screened, dear]) == screened
+    assert better(prepared, history, [None, dear]) == dear
+    assert better(prepared, history, [screened, None]) == screened
+    assert better(prepared, history, [None, None]) is None
+
+
+@pytest.mark.parametrize(("number", "whole"), [(8, False), (9, True), (10, False), (14, True)])
+def test_a_sampler_that_tells_no_gain_turns_everything_now_and_then(
+    prepared: Prepared, number: int, whole: bool
+) -> None:
+    plain = replace(prepared, file=prepared.file.model_copy(update={"sampler": "tpe"}))
+    narrow = Suggestion(candidate=Candidate({"max_num_seqs": 16}), origin="tpe", seed=1)
+    wide = replace(narrow, candidate=Candidate({"block_size": 32}))
+    tried = [measured(n, plain.baseline, values(900.0)) for n in range(number)]
+    assert better(plain, tried, [narrow, wide]) == (wide if whole else narrow)
 
 
 def test_a_candidate_is_screened_only_where_a_launch_takes_longer_than_a_replay(prepared: Prepared) -> None:
@@ -214,7 +269,6 @@ def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared) 
     alone = [replace(t, screened=False) for t in tried]
     assert screens(prepared, [base, *tried])
     assert not screens(prepared, [base, *alone])
-    assert spaces(prepared, [base, *alone], 8) == (prepared.space,)
 
 
 def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(prepared: Prepared) -> None:

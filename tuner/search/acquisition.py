@@ -167,7 +167,9 @@ class SearchState:
 
     @property
     def _whole(self) -> list[EncodedTrial]:
-        return [t for t in self.trials if t.state is TrialState.COMPLETE and t.values is not None]
+        """The newest of each candidate, so that a launch of its own replaces a screened trial."""
+        done = (t for t in self.trials if t.state is TrialState.COMPLETE and t.values is not None)
+        return list({t.point: t for t in done}.values())
 
     @cached_property
     def leaders(self) -> list[Point]:
@@ -328,9 +330,9 @@ def _gain(costs: Matrix, real: Matrix, corner: Matrix, rng: np.random.Generator)
 
 def choose(
     problem: SearchState, seed: int, number: int, works: Callable[[Candidate], bool] = lambda candidate: True
-) -> tuple[str, Candidate] | None:
-    """(the origin `simulator` or `gp`, the candidate to measure as trial `number`); None if no gain is
-    expected. `works` tells which candidates may work at all.
+) -> tuple[str, Candidate, float] | None:
+    """(the origin `simulator` or `gp`, the candidate to measure as trial `number`, its expected gain in
+    hypervolume); None if no gain is expected. `works` tells which candidates may work at all.
 
     While the simulator has at least half of the weight, two rules hold. Points that it cannot tell apart
     from a measured one are left out. Knobs of which it expects no gain keep the baseline's level.
@@ -346,10 +348,10 @@ def choose(
         return None
     new = found * _apart(problem, points) if trusted else found
     if not trusted or new.max() <= 0:
-        return "gp", at(points[int(found.argmax())])
+        return "gp", at(points[int(found.argmax())]), float(found.max())
     best = points[int(new.argmax())]
     simpler = without_idle_knobs(problem, best)
-    return "simulator", at(simpler if allowed(simpler) else best)
+    return "simulator", at(simpler if allowed(simpler) else best), float(new.max())
 
 
 def scored(

@@ -87,7 +87,7 @@ class TunerSampler(optuna.samplers.BaseSampler):
         found = acquisition.choose(problem, self._seed, trial.number, self._allowed)
         if found is None:
             return {}
-        self.proposed_by, candidate = found
+        self.proposed_by, candidate, _ = found
         return dict(candidate)
 
     def sample_independent(
@@ -107,7 +107,9 @@ class TunerSampler(optuna.samplers.BaseSampler):
         signs = [d == optuna.study.StudyDirection.MAXIMIZE for d in study.directions]
         names = self._objectives or study.metric_names or [f"value{i}" for i in range(len(signs))]
         if len(names) != len(signs):
-            raise BadInput(f"objectives: the study has {len(signs)} values, but {len(names)} names are given")
+            raise BadInput(
+                f"the Optuna study has {len(signs)} objectives, but `objectives` names {len(names)}"
+            )
         rows = (t.values for t in seen if t.values is not None and all(np.isfinite(t.values)))
         first = next(rows, None)
         maximized = frozenset(n for n, up in zip(names, signs, strict=True) if up)

@@ -430,9 +430,13 @@ def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
 
 
 def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
-    """COMPLETE trials with every objective measured in full, screened ones included."""
-    complete = (t for t in latest(trials) if t.state is TrialState.COMPLETE)
-    return tuple(t for t in complete if objective_values(t, objectives) is not None)
+    """COMPLETE trials with every objective measured in full. A screened one counts until its candidate is
+    measured in an engine of its own, since the best of many screened ones is best partly by chance.
+    """
+    complete = [t for t in latest(trials) if t.state is TrialState.COMPLETE]
+    whole = [t for t in complete if objective_values(t, objectives) is not None]
+    own = {t.candidate for t in whole if not t.screened}
+    return tuple(t for t in whole if not t.screened or t.candidate not in own)
 
 
 def values_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:

@@ -438,6 +438,13 @@ FAILURES = 3
 # Origin of a trial that measures a screened candidate again, in an engine of its own.
 RELAUNCHED = "relaunched"
 
+# Origin of the candidate that the SLO policy would pick by the simulator's predictions.
+PICKED = "simulator: SLO"
+
+# Origins of trials that always have an engine of their own. PICKED is the likeliest finalist, so it would be
+# relaunched anyway.
+OWN_ENGINE = (RELAUNCHED, PICKED)
+
 
 def changeable(prepared: Prepared) -> bool:
     """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
@@ -454,11 +461,16 @@ def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
     """
     if not changeable(prepared):
         return False
-    replay = replay_s(trials) or replays_s(prepared, prepared.study.searched_slices)
-    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
+    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin not in OWN_ENGINE]
     alone = sum(not t.screened and t.measurement is not None for t in own)
     cannot = alone >= FAILURES and not any(t.screened for t in own)
-    return launch_s(trials) > replay and not cannot
+    return launch_cost(prepared, trials) > 2 and not cannot
+
+
+def launch_cost(prepared: Prepared, trials: Sequence[Trial]) -> float:
+    """How many times as long a trial with a launch takes as a replay alone."""
+    replay = replay_s(trials) or replays_s(prepared, prepared.study.searched_slices)
+    return 1 + launch_s(trials) / replay
 
 
 def _ready(trials: Sequence[Trial]) -> list[tuple[Trial, float]]:

@@ -27,7 +27,7 @@ from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, coefficients_of, preset
 from tuner.simulator.predict import Batch, Predictor, Scene
 from tuner.traffic.statistics import describe, sequences_for
-from tuner.tuning.context import RELAUNCHED, screens
+from tuner.tuning.context import PICKED, RELAUNCHED, launch_cost, screens
 from tuner.tuning.study import Prepared
 from tuner.tuning.winner import TIE, pick, winner
 
@@ -40,11 +40,14 @@ _ENOUGH: dict[str, int | None] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A candidate to launch, who proposed it, and the seed of its trial."""
+    """A candidate to launch, who proposed it, the seed of its trial, and the hypervolume that it is expected
+    to add (0: not known).
+    """
 
     candidate: Candidate
     origin: str
     seed: int
+    gain: float = 0.0
 
 
 # (origin, candidate)
@@ -301,22 +304,20 @@ def failed(trials: Sequence[Trial]) -> bool:
     return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
-# Origin of the candidate that the SLO policy would pick by the simulator's predictions.
-PICKED = "simulator: SLO"
-
-
-# From trial WIDE_FROM on, every WIDE_EVERYth proposal may turn any knob, also those that need a launch. The
-# others stay with what the running engine can screen, which took a third of the time (docs/results/
-# live-limits.md). The first eight go to the limits, since these are what most configurations differ by.
+# With one of Optuna's samplers, which tell no gain: from trial WIDE_FROM on, every WIDE_EVERYth proposal may
+# turn any knob, also those that need a launch. The others stay with what the running engine can screen, which
+# took a third of the time (docs/results/live-limits.md). The first eight go to the limits, since these are
+# what most configurations differ by.
 WIDE_EVERY, WIDE_FROM = 5, 9
 
 # Screened trials between two relaunches. More would leave the front, which shows relaunched trials only,
 # behind the search; fewer would give back what screening saves.
 PROMOTE_AFTER = 3
 
-# Share of the front's hypervolume that a screened trial must add to be worth a launch: more than the noise of
-# one measurement (`early_stopping.NOISE`) adds by chance.
-SECURED = 0.05
+# Share of the front's hypervolume that a screened trial must add to be worth a launch: the best of several
+# screened trials adds half of this by chance (with 5 %, more launches brought nothing; docs/results/
+# search.md). With MUCH, it is relaunched at once.
+SECURED, MUCH = 0.1, 0.25
 
 
 def propose(
@@ -343,16 +344,37 @@ def propose(
         return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
     known = predictor.calibrated(trials)
     left = untried(prepared, view, (*seeds, *first_candidates(predictor, trials)))
-    for space in (prepared.space,) if left else spaces(prepared, trials, number):
-        found = suggest(
+    narrow = not left and screens(prepared, trials)
+    found = [
+        suggest(
             replace(view, space=space), seed=prepared.study.seed, number=number, baseline=prepared.baseline,
             known=prepared.known_failure, seeds=left, predictor=known.predict if known else None,
             sampler=prepared.file.sampler,
-        )  # fmt: skip
-        if found is not None:
-            return replace(found, candidate=minimal(prepared.space, trials, found.candidate))
-    return None
+        )
+        for space in ([around(prepared, best(prepared, trials), trials)] if narrow else []) + [prepared.space]
+    ]  # fmt: skip
+    chosen = better(prepared, trials, found)
+    return chosen and replace(chosen, candidate=minimal(prepared.space, trials, chosen.candidate))
 
+
+def better(
+    prepared: Prepared, trials: Sequence[Trial], found: Sequence[Suggestion | None]
+) -> Suggestion | None:
+    """Of what a running engine can screen and of the whole space: the larger expected gain in a second. If
+    the gains are not known, what can be screened, and now and then the whole space.
+    """
+    screened, whole = found[0], found[-1]
+    if screened is None or whole is None or prepared.file.sampler == "tuner":
+        cost = launch_cost(prepared, trials)
+        better = whole is not None and (screened is None or whole.gain > screened.gain * cost)
+        return whole if better else screened
+    number = next_number(trials)
+    wide = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
+    return whole if wide else screened
+
+
+# (origin, candidate, expected gain; 0: not known)
+Drawn = tuple[str, Candidate, float]
 
 # Candidates that an Optuna sampler is asked for before near misses are tried; each costs the time of a fit.
 DRAWS = 3
@@ -380,18 +402,18 @@ def suggest(
     trial_seed = trial_view.derive(seed, number, "trial")
     if not any(t.is_baseline for t in history.latest):
         return Suggestion(candidate=baseline, origin="baseline", seed=trial_seed)
-    given = ((origin, history.space.canonical(candidate)) for origin, candidate in seeds)
+    given = ((origin, history.space.canonical(candidate), 0.0) for origin, candidate in seeds)
     drawn = _sampled(history, seed, number, known, predictor, sampler)
     for source in (given, drawn, _leftover(history, seed, number)):
-        for origin, candidate in source:
+        for origin, candidate, gain in source:
             if history.is_new(candidate, known):
-                return Suggestion(candidate=candidate, origin=origin, seed=trial_seed)
+                return Suggestion(candidate=candidate, origin=origin, seed=trial_seed, gain=gain)
     return None
 
 
 def _sampled(
     history: StudyView, seed: int, number: int, known: KnownFailure, predictor: Predict | None, sampler: str
-) -> Iterator[tuple[str, Candidate]]:
+) -> Iterator[Drawn]:
     """What the study's sampler draws. After the draws of Optuna's own samplers also their neighbours, since
     these samplers may repeat a trial.
     """
@@ -409,14 +431,14 @@ def _sampled(
     frozen = samplers.frozen(encoding, history.encoded, problem.scale)
     for point in samplers.draws(plain, encoding, frozen, DRAWS):
         drawn.append(point)
-        yield sampler, encoding.candidate(point)
+        yield sampler, encoding.candidate(point), 0.0
     rng = np.random.default_rng(trial_view.derive(seed, number, "near"))
     for point in drawn:
         near = acquisition.neighbours(point, encoding.sizes)
-        yield from ((sampler, encoding.candidate(near[int(i)])) for i in rng.permutation(len(near)))
+        yield from ((sampler, encoding.candidate(near[int(i)]), 0.0) for i in rng.permutation(len(near)))
 
 
-def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str, Candidate]]:
+def _leftover(history: StudyView, seed: int, number: int) -> Iterator[Drawn]:
     """Random candidates: every point of a small space, many of a large space."""
     encoding = history.encoding
     rng = np.random.default_rng(trial_view.derive(seed, number, "leftover"))
@@ -427,7 +449,7 @@ def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str,
         points = (tuple(int(i) for i in np.unravel_index(int(n), encoding.sizes)) for n in order)
     else:
         points = (tuple(int(i) for i in rng.integers(encoding.sizes)) for _ in range(ENUMERATE // 10))
-    yield from (("random", encoding.candidate(point)) for point in points)
+    yield from (("random", encoding.candidate(point), 0.0) for point in points)
 
 
 def view_of(prepared: Prepared, trials: Sequence[Trial]) -> StudyView:
@@ -515,11 +537,12 @@ def _promoted(view: StudyView) -> Trial | None:
     """The screened trial that is measured in an engine of its own now; None while that is too early, or if it
     adds too little to the front.
     """
-    own = max((i for i, t in enumerate(view.latest) if not t.screened), default=0)
-    if view.scale is None or len(view.latest) - own <= PROMOTE_AFTER:
+    found = None if view.scale is None else trial_view.promotable(view.trials, view.scale, view.key)
+    if found is None:
         return None
-    found = trial_view.promotable(view.trials, view.scale, view.key)
-    return found[1] if found is not None and found[0] >= SECURED else None
+    made = max((i for i, t in enumerate(view.latest) if t.is_baseline or t.origin == RELAUNCHED), default=0)
+    soon = sum(t.screened for t in view.latest[made:]) < PROMOTE_AFTER
+    return found[1] if found[0] >= (MUCH if soon else SECURED) else None
 
 
 def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[Seed]:
@@ -530,16 +553,6 @@ def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[
         if view.is_new(candidate, prepared.known_failure):
             left.setdefault(candidate, (origin, candidate))
     return list(left.values())
-
-
-def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[SearchSpace, ...]:
-    """Where trial `number` is searched for, in this order: what one running engine can screen around the best
-    candidate so far, and the whole space.
-    """
-    wide = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
-    if wide or not screens(prepared, trials):
-        return (prepared.space,)
-    return (around(prepared, best(prepared, trials), trials), prepared.space)
 
 
 def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:

@@ -27,6 +27,7 @@ from tuner.tuning.comparison import Comparing
 from tuner.tuning.confirm import after_search_s, estimate_of, expected, unfinished
 from tuner.tuning.context import (
     ABORTED_RETRIES,
+    OWN_ENGINE,
     RELAUNCHED,
     Executor,
     RunContext,
@@ -233,7 +234,7 @@ class _Loop(Execution):
             check_start(self._context.prepared, self._run, self._trials(), self._context.launches())
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> MeasureOptions:
-        """The baseline, relaunches and candidates that cannot be screened get an engine of their own, which
+        """The baseline, OWN_ENGINE and candidates that cannot be screened get an engine of their own, which
         then screens others; a second try and a rung of the ladder get one for themselves alone.
         """
         excused = {"stopped", "controller", "node_lost", "gate", "disk"}
@@ -246,7 +247,8 @@ class _Loop(Execution):
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
         limit = self._limits.trials  # one number is left to measure it again once it was screened
         room = limit is None or self._done(before) + self._due(before) + 2 <= limit
-        screened = searched and live is not None and room and screens(prepared, before)
+        shares = trial.origin not in OWN_ENGINE and live is not None and room
+        screened = searched and shares and screens(prepared, before)
         if searched and not climbs:
             judge = judge_of(prepared, trials, screened=screened)
         return MeasureOptions(
