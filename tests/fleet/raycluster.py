@@ -206,12 +206,16 @@ def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> st
     return None
 
 
-def another(tmp_path: Path, name: str) -> Path:
-    """The page's study under another name, and another study: its seed is made of the name."""
+def another(tmp_path: Path, name: str, *, startup_s: float | None = None) -> Path:
+    """The page's study under another name, and another study: its seed is made of the name. With `startup_s`
+    seconds for a launch, candidates are screened if a replay takes less.
+    """
     folder = ROOT / "docs" / "examples"
     text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
     for file in ("fleet.csv", "fleet-space.yaml"):
         text = text.replace(f" {file}\n", f" {folder / file}\n")
+    if startup_s is not None:
+        text = text.replace("cards: 2,", f'cards: 2, env: {{TUNER_SIM_STARTUP_S: "{startup_s}"}},')
     path = tmp_path / f"{name}.yaml"
     path.write_text(text.replace("seed: 7", f"seed: {sum(name.encode())}"))
     return path

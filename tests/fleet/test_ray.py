@@ -264,7 +264,7 @@ def screening(cluster: Cluster, node: str, name: str) -> str | None:
 
 
 def test_M8_live_limits_screen_in_an_engine_that_stays_on_a_node(cluster: Cluster, tmp_path: Path) -> None:
-    study = another(tmp_path, "screened")
+    study = another(tmp_path, "screened", startup_s=7)
     cluster.type(f"tuner tune {study} --on auto --nodes name=large --trials 8 --all-trials")
     trials, store = trials_of(cluster, "large", "screened"), cluster.store()
     screened = [t for t in trials if t.screened]
@@ -290,7 +290,8 @@ def test_M8_an_engine_that_stays_ends_with_its_run_its_controller_or_its_node(
     cluster: Cluster, tmp_path: Path, how: str
 ) -> None:
     name = f"stays-{how}"
-    line = f"tuner tune {another(tmp_path, name)} --on auto --nodes name=large --trials 6 --all-trials"
+    study = another(tmp_path, name, startup_s=7)
+    line = f"tuner tune {study} --on auto --nodes name=large --trials 6 --all-trials"
     log = tmp_path / "stays.log"
     with cluster.started(line, log) as command:
         launch = wait_for(lambda: screening(cluster, "large", name), alive=command)

@@ -10,12 +10,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tuning.studies import STUDY, WATCHDOG_S, answer, command, environment, tuner, wait_for, write
+from tests.tuning.studies import (
+    SPACE,
+    STUDY,
+    WATCHDOG_S,
+    answer,
+    command,
+    environment,
+    tuner,
+    wait_for,
+    write,
+)
 from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.tuning.context import RELAUNCHED
+from tuner.tuning.context import PICKED, RELAUNCHED
 from tuner.tuning.next_trial import propose
 from tuner.tuning.study import load
 
@@ -39,9 +49,12 @@ def ours(home: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose controller was killed in the middle of trial 1, and then ran to its end."""
+    """A home whose controller was killed in the middle of trial 1, and then ran to its end. A launch takes
+    longer than a replay, so candidates are screened.
+    """
     home = tmp_path_factory.mktemp("home")
-    study = write(home)
+    space = SPACE.replace("[4, 16, 64]", "[4, 8, 64]").replace("[512, 2048, 8192]", "[256, 1024, 8192]")
+    study = write(home, STUDY.replace("  args:", '  env: {TUNER_SIM_STARTUP_S: "8"}\n  args:'), space)
     words = command("tune", study, "--trials", 6, "--all-trials")
     with (home / "first.log").open("w") as log:
         controller = subprocess.Popen(words, env=environment(home), stderr=log, stdout=log)
@@ -147,6 +160,12 @@ def test_every_complete_trial_has_numbers_and_outcomes(killed: Path) -> None:
         assert part.outcomes_file is not None
         assert len(outcomes.read(part.outcomes_file)) == trial.measurement.values["requests"]
         assert trial.measurement.values["ttft_p95_ms"] > 0
+
+
+def test_the_pick_of_the_simulator_had_an_engine_of_its_own(killed: Path) -> None:
+    picks = [t for t in trials_of(killed) if t.origin == PICKED]
+    assert picks
+    assert not any(t.screened for t in picks)
 
 
 def test_one_engine_screened_several_candidates(killed: Path) -> None:
