@@ -253,12 +253,12 @@ def _first(predictor: StudyPredictor, trials: Sequence[Trial]) -> tuple[next_tri
     )  # fmt: skip
 
 
-def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str, Candidate]]:
+def _leftover(history: StudyView, seed: int, number: int) -> Iterator[next_trial.Drawn]:
     if not isinstance(history.space, Rows):
         yield from LEFTOVER(history, seed, number)
         return
     for point in _pool(history.encoding, trial_view.derive(seed, number, "leftover")):
-        yield "random", history.encoding.candidate(point)
+        yield "random", history.encoding.candidate(point), 0.0
 
 
 POOL, DRAWS, FIRST = acquisition.pool, sampler.draws, next_trial.first_candidates

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.tuning.studies import write
@@ -136,6 +137,25 @@ def test_what_widens_the_front_by_a_quarter_is_relaunched_at_once(prepared: Prep
     found = propose(prepared, (base, much))
     assert found is not None
     assert (found.origin, found.candidate) == (RELAUNCHED, much.candidate)
+
+
+def test_where_nothing_else_is_left_what_adds_less_is_relaunched_too(prepared: Prepared) -> None:
+    base = measured(0, prepared.baseline, values(900.0, slo=0.4))
+    good = Candidate({"max_num_seqs": 16})
+    screened = measured(1, good, values(850.0, 8.0), screened=True)
+    early = propose(prepared, (base, screened))
+    assert early is not None
+    assert early.origin != RELAUNCHED
+    trials, view = [base, screened], view_of(prepared, (base, screened))
+    for point in np.ndindex(*view.encoding.sizes):
+        candidate = view.encoding.candidate(point)
+        if view.is_new(candidate, prepared.known_failure):
+            trials.append(measured(len(trials), candidate, values(1500.0, 15.0, 3.0)))
+    found = propose(prepared, trials)
+    assert found is not None
+    assert (found.origin, found.candidate) == (RELAUNCHED, good)
+    own = measured(len(trials), good, values(850.0, 8.0), origin=RELAUNCHED)
+    assert propose(prepared, [*trials, own]) is None
 
 
 def test_a_lucky_screened_trial_counts_no_more_once_it_was_relaunched(prepared: Prepared) -> None:

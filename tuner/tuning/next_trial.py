@@ -316,8 +316,8 @@ PROMOTE_AFTER = 3
 
 # Share of the front's hypervolume that a screened trial must add to be worth a launch: the best of several
 # screened trials adds half of this by chance (with 5 %, more launches brought nothing; docs/results/
-# search.md). With MUCH, it is relaunched at once.
-SECURED, MUCH = 0.1, 0.25
+# search.md). With MUCH, it is relaunched at once; with REST, if there is nothing else to try.
+SECURED, MUCH, REST = 0.1, 0.25, 0.05
 
 
 def propose(
@@ -339,9 +339,9 @@ def propose(
     number, view = next_number(trials), view_of(prepared, trials)
     if view.baseline is not None and not prepared.plan.demonstration and drift_due(trials):
         return _baseline(prepared, trials)
-    if (promoted := _promoted(view)) is not None:
-        candidate = minimal(prepared.space, trials, promoted.candidate)
-        return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
+    share, screened = _promotable(view)
+    if screened is not None and share >= (MUCH if _soon(view) else SECURED):
+        return _relaunched(prepared, trials, screened)
     known = predictor.calibrated(trials)
     left = untried(prepared, view, (*seeds, *first_candidates(predictor, trials)))
     narrow = not left and screens(prepared, trials)
@@ -354,6 +354,8 @@ def propose(
         for space in ([around(prepared, best(prepared, trials), trials)] if narrow else []) + [prepared.space]
     ]  # fmt: skip
     chosen = better(prepared, trials, found)
+    if chosen is None and screened is not None and share >= REST:
+        return _relaunched(prepared, trials, screened)
     return chosen and replace(chosen, candidate=minimal(prepared.space, trials, chosen.candidate))
 
 
@@ -533,16 +535,22 @@ def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
     return None if level is None else replace(base, candidate=asked[level], origin=LADDER)
 
 
-def _promoted(view: StudyView) -> Trial | None:
-    """The screened trial that is measured in an engine of its own now; None while that is too early, or if it
-    adds too little to the front.
-    """
+def _promotable(view: StudyView) -> tuple[float, Trial | None]:
+    """`trial_view.promotable`; (0, None) without one."""
     found = None if view.scale is None else trial_view.promotable(view.trials, view.scale, view.key)
-    if found is None:
-        return None
+    return found or (0.0, None)
+
+
+def _soon(view: StudyView) -> bool:
+    """Whether fewer than PROMOTE_AFTER trials were screened since the last relaunch or baseline."""
     made = max((i for i, t in enumerate(view.latest) if t.is_baseline or t.origin == RELAUNCHED), default=0)
-    soon = sum(t.screened for t in view.latest[made:]) < PROMOTE_AFTER
-    return found[1] if found[0] >= (MUCH if soon else SECURED) else None
+    return sum(t.screened for t in view.latest[made:]) < PROMOTE_AFTER
+
+
+def _relaunched(prepared: Prepared, trials: Sequence[Trial], screened: Trial) -> Suggestion:
+    """A screened trial's candidate, to be measured in an engine of its own."""
+    candidate = minimal(prepared.space, trials, screened.candidate)
+    return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=screened.seed)
 
 
 def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[Seed]:
