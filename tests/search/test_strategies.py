@@ -43,16 +43,15 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
     scale = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
     key = lambda candidate: candidate.digest  # noqa: E731
-    found = trial_view.promotable([base, good, best, poor], scale, key)
-    assert found is not None
-    assert found[1].number == 1
-    assert 0.3 < found[0] < 1
+    share, found = trial_view.promotable([base, good, best, poor], scale, key)
+    assert found == good
+    assert 0.3 < share < 1
     relaunched = replace(world.trial(4, good.candidate), screened=False)
-    again = trial_view.promotable([base, good, poor, relaunched], scale, key)
-    assert again is not None
-    assert again[1].number == 3
-    assert again[0] <= 0
-    assert trial_view.promotable([], scale, key) is None
+    share, found = trial_view.promotable([base, good, poor, relaunched], scale, key)
+    assert found == poor
+    assert share <= 0
+    assert trial_view.promotable([], scale, key) == (0.0, None)
+    assert trial_view.promotable([], None, key) == (0.0, None)
 
 
 def test_the_baseline_is_looked_at_again_now_and_then() -> None:

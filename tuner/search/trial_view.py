@@ -456,13 +456,15 @@ def front(trials: Sequence[Trial], objectives: Sequence[str], *, screened: bool 
 
 
 def promotable(
-    trials: Sequence[Trial], scale: Scale, key: Callable[[Candidate], str]
-) -> tuple[float, Trial] | None:
+    trials: Sequence[Trial], scale: Scale | None, key: Callable[[Candidate], str]
+) -> tuple[float, Trial | None]:
     """(a share, the screened trial whose relaunch would add most volume). The share is this volume divided
-    by all that is covered by what was measured. None if nothing was screened.
+    by all that is covered by what was measured. (0, None) if nothing was screened.
 
     A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed.
     """
+    if scale is None:
+        return 0.0, None
     objectives, corner = scale.objectives, np.array(scale.corner)
     settled = {key(t.candidate) for t in latest(trials) if not t.screened}
     everything = measured(trials, objectives)
@@ -475,7 +477,7 @@ def promotable(
         if trial.screened and key(trial.candidate) not in settled
     ]
     gain, best = max(found, key=lambda each: each[0], default=(0.0, None))
-    return None if best is None or whole <= 0 else (gain / whole, best)
+    return (0.0, None) if best is None or whole <= 0 else (gain / whole, best)
 
 
 def hypervolume(points: ArrayLike, scale: Scale) -> float:

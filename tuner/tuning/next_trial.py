@@ -50,8 +50,9 @@ class Suggestion:
     gain: float = 0.0
 
 
-# (origin, candidate)
+# (origin, candidate); of what was drawn with the expected gain, too (0: not known).
 Seed = tuple[str, Candidate]
+Drawn = tuple[str, Candidate, float]
 
 
 def fronts_of(store: Store, prepared: Prepared, before: datetime | None = None) -> tuple[Seed, ...]:
@@ -304,10 +305,9 @@ def failed(trials: Sequence[Trial]) -> bool:
     return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
-# With one of Optuna's samplers, which tell no gain: from trial WIDE_FROM on, every WIDE_EVERYth proposal may
-# turn any knob, also those that need a launch. The others stay with what the running engine can screen, which
-# took a third of the time (docs/results/live-limits.md). The first eight go to the limits, since these are
-# what most configurations differ by.
+# Optuna's samplers tell no gain. With them, every WIDE_EVERYth proposal from trial WIDE_FROM on may turn any
+# knob. The others stay with what the running engine can screen, which took a third of the time (docs/results/
+# live-limits.md). The first eight go to the limits, since these are what most configurations differ by.
 WIDE_EVERY, WIDE_FROM = 5, 9
 
 # Screened trials between two relaunches. More would leave the front, which shows relaunched trials only,
@@ -339,8 +339,10 @@ def propose(
     number, view = next_number(trials), view_of(prepared, trials)
     if view.baseline is not None and not prepared.plan.demonstration and drift_due(trials):
         return _baseline(prepared, trials)
-    share, screened = _promotable(view)
-    if screened is not None and share >= (MUCH if _soon(view) else SECURED):
+    share, screened = trial_view.promotable(view.trials, view.scale, view.key)
+    made = max((i for i, t in enumerate(view.latest) if t.is_baseline or t.origin == RELAUNCHED), default=0)
+    soon = sum(t.screened for t in view.latest[made:]) < PROMOTE_AFTER
+    if screened is not None and share >= (MUCH if soon else SECURED):
         return _relaunched(prepared, trials, screened)
     known = predictor.calibrated(trials)
     left = untried(prepared, view, (*seeds, *first_candidates(predictor, trials)))
@@ -366,17 +368,13 @@ def better(
     the gains are not known, what can be screened, and now and then the whole space.
     """
     screened, whole = found[0], found[-1]
-    if screened is None or whole is None or prepared.file.sampler == "tuner":
-        cost = launch_cost(prepared, trials)
-        better = whole is not None and (screened is None or whole.gain > screened.gain * cost)
-        return whole if better else screened
+    if screened is None or whole is None:
+        return screened or whole
+    if prepared.file.sampler == "tuner":
+        return whole if whole.gain > screened.gain * launch_cost(prepared, trials) else screened
     number = next_number(trials)
-    wide = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
-    return whole if wide else screened
+    return whole if number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1 else screened
 
-
-# (origin, candidate, expected gain; 0: not known)
-Drawn = tuple[str, Candidate, float]
 
 # Candidates that an Optuna sampler is asked for before near misses are tried; each costs the time of a fit.
 DRAWS = 3
@@ -533,18 +531,6 @@ def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
     levels = sorted(v for v, c in asked.items() if isinstance(v, int) and prepared.known_failure(c) is None)
     level = next_rung(levels, rungs(trials))
     return None if level is None else replace(base, candidate=asked[level], origin=LADDER)
-
-
-def _promotable(view: StudyView) -> tuple[float, Trial | None]:
-    """`trial_view.promotable`; (0, None) without one."""
-    found = None if view.scale is None else trial_view.promotable(view.trials, view.scale, view.key)
-    return found or (0.0, None)
-
-
-def _soon(view: StudyView) -> bool:
-    """Whether fewer than PROMOTE_AFTER trials were screened since the last relaunch or baseline."""
-    made = max((i for i, t in enumerate(view.latest) if t.is_baseline or t.origin == RELAUNCHED), default=0)
-    return sum(t.screened for t in view.latest[made:]) < PROMOTE_AFTER
 
 
 def _relaunched(prepared: Prepared, trials: Sequence[Trial], screened: Trial) -> Suggestion:
