@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import socket
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -190,6 +192,19 @@ def test_the_dry_run_counts_the_hours_that_a_stopped_run_has_spent(tmp_path: Pat
     store.finish_launch(replace(row, ended_at=row.started_at + timedelta(seconds=150)))
     done = tuner(tmp_path, "tune", file, "--hours", "0.05", "--dry-run")
     assert "The window of 30 s is too short" in done.stdout, done.stderr
+
+
+def test_the_dry_run_says_that_a_run_uses_the_node(tmp_path: Path) -> None:
+    """Also a run of another study; not one whose process is gone."""
+    file = write(tmp_path)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    run = a_run(store, load(file, store=store, now=NOW).study)
+    other = write(tmp_path, STUDY.replace("name: tiny", "name: other"))
+    sentence = f"run {run.id} is using node 'local': `tuner tune` is refused until it ends."
+    store.save_run(replace(run, host=socket.gethostname(), pid=os.getpid()))
+    assert sentence in tuner(tmp_path, "tune", other, "--dry-run").stderr
+    store.save_run(replace(run, host=socket.gethostname(), pid=None))
+    assert "is using node" not in tuner(tmp_path, "tune", other, "--dry-run").stderr
 
 
 def test_the_dry_run_of_a_stopped_run_says_what_it_continues(tmp_path: Path) -> None:

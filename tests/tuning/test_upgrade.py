@@ -97,6 +97,7 @@ def test_a_renamed_flag_is_told_with_its_successor_and_used(tmp_path: Path) -> N
     assert not found.compiles
     (lost,) = found.lost
     assert (lost.name, lost.value, lost.successor) == ("max_num_seqs", 64, "--max-running-seqs")
+    assert lost.why == "--max-num-seqs is now --max-running-seqs"
     assert (found.advice, found.fault) == ("move", "none")
     store = store_of(tmp_path)
     argv = [each.argv for each in store.launches(said.study_id)]

@@ -55,11 +55,10 @@ def print_plan(
     the time that the run has.
     """
     from tuner.tuning.context import changeable
-    from tuner.tuning.execution import few_requests
     from tuner.tuning.run import idle_of
 
-    if not then_runs and (few := few_requests(prepared)) is not None:
-        say(few)
+    if not then_runs:
+        say_notes(prepared)
     if as_json:
         print_json(plan_of(prepared, trials, confirm_only=confirm_only))
         return
@@ -176,6 +175,34 @@ def continued(prepared: "Prepared") -> Continued | None:
         run=run.id,
         trials=len(numbers_of(done, run.id)),
         launches=budget_of(run, store.launches(study)).begun,
+    )
+
+
+def say_notes(prepared: "Prepared") -> None:
+    """What a user should know before a run begins."""
+    from tuner.tuning.execution import few_requests
+
+    for note in (few_requests(prepared), in_use(prepared)):
+        if note is not None:
+            say(note)
+
+
+def in_use(prepared: "Prepared") -> str | None:
+    """What a run of the node means for `tuner tune` while it goes on; None: there is no such run."""
+    from tuner.records import RunState
+
+    store, node = store_if_any(), prepared.study.node
+    if store is None:
+        return None
+    stopped = store.stopped_runs(now=now())
+    left = [r for r in store.runs(state=RunState.RUNNING) if r.host and not r.cancel_requested]
+    going_on = (r for r in left if r.id not in stopped and store.study(r.study_id).node == node)
+    found = next((run.id for run in going_on), None)
+    if found is None:
+        return None
+    return (
+        f"run {found} is using node '{node}': `tuner tune` is refused until it ends. This plan is what `tuner"
+        " tune` would do if that run stopped now"
     )
 
 

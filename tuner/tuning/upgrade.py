@@ -126,7 +126,7 @@ def fitted(
         flag = CATALOGUE[name].flag_in(old)
         successor = successor_of(flag, old, new) if flag else None
         if successor is not None:
-            args[successor[2:]] = value
+            args[successor[2:]], why = value, f"{flag} is now {successor}"
         lost.append(LostKnob(name=name, value=value, successor=successor, why=why))
     for name, given in list(args.items()):
         flag = f"--{name}"
@@ -134,9 +134,9 @@ def fitted(
             continue
         del args[name]
         successor = successor_of(flag, old, new)
-        if successor is not None:
-            args[successor[2:]] = given
         why = f"the new version does not take {flag}"
+        if successor is not None:
+            args[successor[2:]], why = given, f"{flag} is now {successor}"
         shown = given if isinstance(given, str | int | float | bool) else str(given)
         lost.append(LostKnob(name=name, value=shown, successor=successor, why=why))
     return ArmConfiguration(candidate=Candidate(knobs), args=args, env=asked.env), tuple(lost)
