@@ -669,7 +669,7 @@ def test_the_dry_run_tells_the_confirmation_that_comes_first(
 def test_the_dry_run_calls_a_confirmation_interrupted_only_if_it_had_begun(tmp_path: Path) -> None:
     night = Night(tmp_path)
     assert night.whole(NOW + timedelta(minutes=2)).outcome is Judgement.NOT_CONFIRMED
-    why = "first confirms trials 1, 2, whose confirmation has not begun yet"
+    why = "first confirms trials 1, 2; this confirmation has not begun yet"
     said, _ = dry_run(night)
     assert f"The run {why}. This takes 9 launches" in said
     night.news.clear()

@@ -412,7 +412,7 @@ class Confirmation:
         names = trials_named([t.label for t in self.chosen])
         if launches_of(self.context, self.label):
             return f"first finishes the interrupted confirmation of {names}"
-        return f"first confirms {names}, whose confirmation has not begun yet"
+        return f"first confirms {names}; this confirmation has not begun yet"
 
     def conclusion(self) -> Conclusion:
         """The conclusion of a confirmation that was measured to its end."""
