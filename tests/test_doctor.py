@@ -94,7 +94,7 @@ def test_engines_of_our_history_are_told_from_those_of_another_home(tmp_path: Pa
             store.add_study(a_study())
             store.add_launch(Launch(id=tag, study_id=a_study().id, argv=(), started_at=NOW))
         assert found().found == f"engines of a run are alive: {engine.pid}"
-        assert "`tuner tune` with the same study stops them" in found().mend
+        assert "`tuner tune` with the same study ends the engines" in found().mend
     finally:
         asyncio.run(stop(engine, timeout_s=10))
 

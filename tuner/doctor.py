@@ -172,7 +172,7 @@ def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[
         name="processes",
         verdict="warning",
         found=f"engines of {whose} are alive: {pids}",
-        mend="wait until the run ends. If its controller died, `tuner tune` with the same study stops them"
+        mend="wait until the run ends. If its process died, `tuner tune` with the same study ends the engines"
         if ourselves
         else "wait until this run has ended, because it uses cores and memory that your run needs",
     )

@@ -569,7 +569,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """An immutable version of a winning configuration with its evidence; `digest` is of its content."""
+    """An immutable version of a published configuration with its evidence; `digest` is of its content."""
 
     id: int
     key: ProfileKey

@@ -125,7 +125,7 @@ def compare(
         typer.Argument(
             metavar="ARM ARM [ARM…]",
             help="[NAME=]WHAT[@ENGINE]. WHAT is today, defaults, an alias, a profile's id, a file or a"
-            " command line. ENGINE is an interpreter or an image.",
+            " command line. ENGINE is an interpreter, an image, a registered engine or a release file.",
         ),
     ],
 ) -> "Prepared":

@@ -1,4 +1,4 @@
-"""`tuner profile`: the winning configurations, their aliases, and how pipelines pull them."""
+"""`tuner profile`: the published configurations, their aliases, and how pipelines pull them."""
 
 import getpass
 import math

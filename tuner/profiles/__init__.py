@@ -1,3 +1,3 @@
-"""The registry of winning configurations (immutable versions, aliases and their moves) and their export to
+"""The registry of published configurations (immutable versions, aliases and their moves) and their export to
 the formats that deploy pipelines read.
 """

@@ -255,7 +255,7 @@ class KeySchema(Schema):
 
 @fields_of(Profile, without=("key",))
 class ProfileSchema(KeySchema):
-    """An immutable version of a winning configuration with its evidence."""
+    """An immutable version of a published configuration with its evidence."""
 
 
 def profile(of: Profile) -> ProfileSchema:

@@ -86,7 +86,10 @@ class Uploads:
             raise Conflict(f"this token has {OF_ONE} uploads under way; finish or abandon one")
         wanted = asked.size * 2 + sum(each.size * 2 - each.offset for each in begun)
         if shutil.disk_usage(self._folder).free < wanted + SPARE:
-            raise Conflict(f"there is no room on the service's disk for {asked.size} bytes")
+            raise Conflict(
+                f"the service's disk has too little room for {asked.size} bytes: an upload needs twice as"
+                " many while it is read, and 1 GiB stays free"
+            )
 
     def _clear_old(self) -> None:
         for path in self._folder.iterdir():

@@ -240,7 +240,7 @@ def compared(
         raise BadInput(f"a comparison has two to {MOST_ARMS} arms, not {len(arms)}")
     names = [arm.name for arm in arms]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadInput(f"two arms have the name '{twice}'; give one of them another name, such as b={twice}")
+        raise BadInput(f"two arms have the name '{twice}'; give one of them another name, such as b=WHAT")
     if rounds < LEAST_ROUNDS:
         raise BadInput(
             f"a comparison needs at least {LEAST_ROUNDS} rounds: one round does not show the noise"
