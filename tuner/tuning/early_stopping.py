@@ -1,7 +1,7 @@
 """When to stop: a replay whose result can no longer matter, and a search that can gain no more.
 
 A replay is stopped when the requests so far bound what it can still reach, and even that changes nothing. So
-it never stops a trial that would have joined the front.
+it never stops a trial that would have added hypervolume, or that the policy would have picked.
 """
 
 import math
@@ -151,8 +151,8 @@ def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: 
 
 
 def curtail(case: Case, best: Mapping[str, float]) -> str | None:
-    """Why the rest of the replay changes nothing, or None. It never stops a trial that would join the
-    front.
+    """Why the rest of the replay changes nothing, or None. It never stops a trial that would add hypervolume
+    or that the policy would pick.
     """
     if any(name not in best for name in case.objectives):
         return None
