@@ -398,7 +398,7 @@ def test_20_attack_uploads_under_way_and_the_history_keep_their_room(
     begin = {"name": "sent", "size": 600 * mib, "sha256": "0" * 64}
     first = admin.post("/v1/traces/uploads", json=begin)
     assert first.status_code == 201
-    assert "no room" in detail(admin.post("/v1/traces/uploads", json=begin))
+    assert "too little room" in detail(admin.post("/v1/traces/uploads", json=begin))
     assert admin.delete(f"/v1/traces/uploads/{first.json()['id']}").status_code == 204
     free = 1024**3
-    assert "no room" in detail(admin.post("/v1/traces/uploads", json={**begin, "size": 1}))
+    assert "too little room" in detail(admin.post("/v1/traces/uploads", json={**begin, "size": 1}))
