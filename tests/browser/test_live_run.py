@@ -52,7 +52,11 @@ def watch(browser: webdriver.Chrome) -> tuple[set[str], bool, bool, bool]:
     phases, ahead, drawn, log = set[str](), False, False, False
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end and not (
-        ahead and drawn and log and any(p.startswith("Replaying") for p in phases) and len(phases) > 2
+        ahead
+        and drawn
+        and log
+        and any(p.startswith("Replaying") for p in phases)
+        and len({p.split()[0] for p in phases}) > 1
     ):
         if (now := browser.execute_script(NOW)) is not None:
             phases |= {now[0]} - {""}
