@@ -26,6 +26,7 @@ from tuner.records import (
     Launch,
     Measurement,
     Outcome,
+    Run,
     RunState,
     SliceMeasurement,
     Trial,
@@ -212,10 +213,7 @@ def test_the_dry_run_of_a_stopped_run_says_what_it_continues(tmp_path: Path) -> 
     file = write(tmp_path)
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     run = a_run(store, load(file, store=store, now=NOW).study)
-    for number, origin, ttft in ((0, "baseline", 210.0), (1, "tpe", 90.0)):
-        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 20.0, "goodput_rps": 5.0, "slo_attainment": 1.0}
-        made = a_measurement(values={**values, "requests": 100.0, "failed": 0.0})
-        finished(store, start(store, run, number, origin=origin), made)
+    search_twice(store, run)
     start(store, run, 2)
     said = " ".join(tuner(tmp_path, "tune", file, "--trials", 5, "--dry-run").stdout.split())
     assert f"This continues run {run.id}: 2 of 5 trials and 0 of 15 launches are done." in said
@@ -237,10 +235,7 @@ def test_a_run_that_searched_is_not_said_to_only_confirm(tmp_path: Path) -> None
     file = write(tmp_path, VIRTUAL)
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     run = a_run(store, load(file, store=store, now=NOW).study)
-    for number, origin, ttft in ((0, "baseline", 210.0), (1, "tpe", 90.0)):
-        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 20.0, "goodput_rps": 5.0, "slo_attainment": 1.0}
-        made = a_measurement(values={**values, "requests": 100.0, "failed": 0.0})
-        finished(store, start(store, run, number, origin=origin), made)
+    search_twice(store, run)
     done = tuner(tmp_path, "tune", file, "--confirm-only")
     assert done.returncode == 0, done.stderr
     ended = store.run(run.id)
@@ -248,6 +243,14 @@ def test_a_run_that_searched_is_not_said_to_only_confirm(tmp_path: Path) -> None
     new = tuner(tmp_path, "tune", file, "--confirm-only")
     assert "only confirms, without a search" in new.stdout, new.stderr
     store.close()
+
+
+def search_twice(store: Store, run: Run) -> None:
+    """A baseline and a better trial, both complete."""
+    for number, origin, ttft in ((0, "baseline", 210.0), (1, "tpe", 90.0)):
+        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 20.0, "goodput_rps": 5.0, "slo_attainment": 1.0}
+        made = a_measurement(values={**values, "requests": 100.0, "failed": 0.0})
+        finished(store, start(store, run, number, origin=origin), made)
 
 
 def seqs_of(told: dict[str, object]) -> dict[str, str]:

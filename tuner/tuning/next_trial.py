@@ -314,9 +314,9 @@ WIDE_EVERY, WIDE_FROM = 5, 9
 # behind the search; fewer would give back what screening saves.
 PROMOTE_AFTER = 3
 
-# Share of the front's hypervolume that a screened trial must add to be worth a launch: the best of several
-# screened trials adds half of this by chance (with 5 %, more launches brought nothing; docs/results/
-# search.md). With MUCH, it is relaunched at once; with REST, if there is nothing else to try.
+# Share of the front's hypervolume that a screened trial must add to be worth a launch. With 5 %, the mean
+# study took 3 % longer (docs/results/search.md). With MUCH, it is relaunched at once; with REST, if there is
+# nothing else to try.
 SECURED, MUCH, REST = 0.1, 0.25, 0.05
 
 
